@@ -1,0 +1,53 @@
+"""Structured logs: one line per event, ``key=value`` pairs for people or one JSON object for machines."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+
+_STANDARD = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "taskName"}
+
+
+def _fields(record: logging.LogRecord) -> dict[str, object]:
+    return {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
+
+
+class TextFormatter(logging.Formatter):
+    """``2026-11-29T16:44:07Z WARNING weenv.x: message key=value``."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created)) + f".{int(record.msecs):03d}Z"
+        line = f"{stamp} {record.levelname} {record.name}: {record.getMessage()}"
+        for key, value in _fields(record).items():
+            text = str(value)
+            line += f" {key}={json.dumps(text) if not text or any(c in text for c in ' =' + chr(34)) else text}"
+        if record.exc_info and record.levelno <= logging.DEBUG:
+            line += "\n" + self.formatException(record.exc_info)
+        return line.replace("\r", "\\r") if record.exc_info else line.replace("\n", "\\n").replace("\r", "\\r")
+
+
+class JsonFormatter(logging.Formatter):
+    """One JSON object per line; fields given as ``extra=`` become keys."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        out: dict[str, object] = {
+            "time": record.created,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        out.update(_fields(record))
+        if record.exc_info:
+            out["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(out, default=str)
+
+
+def configure(level: str = "info", style: str = "text") -> None:
+    """Send the log of the process to stderr. ``style`` is ``text`` or ``json``; ``level`` a logging level name."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(JsonFormatter() if style == "json" else TextFormatter())
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(level.upper())

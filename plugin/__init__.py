@@ -1,0 +1,1 @@
+"""What plugs into containerd: the gRPC client, the snapshotter and the NRI plugin."""

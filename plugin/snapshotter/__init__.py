@@ -1,0 +1,1 @@
+"""The proxy snapshotter and its FUSE data server."""

@@ -1,0 +1,170 @@
+"""The layer directory: the only thing that the snapshotter and blobfs share.
+
+::
+
+    <root>/layers/sha256/<64 hex digits of the layer digest>/
+        toc            the blob's tail, byte for byte (TOC frame and seek table); verified before it is written
+        source.json    what the blob is and where its bytes come from (:class:`LayerSource`)
+        meta.erofs     EROFS metadata built from ``toc`` by this node; its one extra device is the tar stream
+        meta-<v>.erofs the same with other attributes for implied directories (variant <v>, see the resolver)
+        data           the tar stream, sparse: holes where frames are missing (blobfs writes it)
+        present        which frames of ``data`` are there (blobfs writes it; see cache/present.py)
+
+Who writes: the snapshotter creates the directory under a temporary name with ``toc`` and ``source.json`` in it and
+renames it into place, so a directory that exists has both; it adds ``meta*.erofs`` by rename. blobfs alone creates and
+changes ``data`` and ``present``. Removal: the snapshotter renames the directory to ``<root>/layers/.trash/<name>`` first;
+blobfs keeps serving from the descriptors that it holds open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from weenv.core import digest as digests
+from weenv.core.atomic import sync_directory, write_atomic
+from weenv.core.errors import FormatError
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """One place that holds a blob: ``kind`` ``registry`` with ``host`` and ``repository``, or ``layout`` with ``path``.
+
+    ``layout`` is an OCI image layout directory; ``file`` a blob file at ``path``.
+    """
+
+    kind: str
+    host: str = ""
+    repository: str = ""
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSource:
+    """A layer blob's descriptor, its tail, and its origins in the order to try them.
+
+    ``toc_offset`` and ``toc_length`` delimit the tail within the blob (bytes); ``toc_digest`` is the sha256 of it.
+    """
+
+    digest: str
+    size: int
+    toc_offset: int
+    toc_length: int
+    toc_digest: str
+    origins: list[Origin] = field(default_factory=list)
+
+    def to_json(self) -> bytes:
+        """The content of ``source.json``."""
+        return json.dumps({"version": 1, **asdict(self)}, sort_keys=True, indent=1).encode()
+
+    @classmethod
+    def from_json(cls, data: bytes) -> LayerSource:
+        """Parse ``source.json``. Raises :class:`FormatError`."""
+        try:
+            raw: dict[str, Any] = json.loads(data)
+            if raw.pop("version") != 1:
+                raise ValueError("unknown version")
+            origins = [Origin(**item) for item in raw.pop("origins")]
+            source = cls(origins=origins, **raw)
+            digests.check_digest(source.digest)
+            digests.check_digest(source.toc_digest)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise FormatError(f"source.json cannot be read: {error}") from error
+        return source
+
+
+class LayerDirs:
+    """Paths and life cycle of the layer directories under ``root`` (the snapshotter's root directory)."""
+
+    def __init__(self, root: str) -> None:
+        self.root = os.path.join(root, "layers")
+        self.base = os.path.join(self.root, "sha256")
+        self.trash = os.path.join(self.root, ".trash")
+
+    def path(self, digest: str) -> str:
+        """The directory of a layer, whether it exists or not. Raises BadReference for anything but a sha256 digest."""
+        return os.path.join(self.base, digests.hex_of(digest))
+
+    def file(self, digest: str, name: str) -> str:
+        """A file within it."""
+        return os.path.join(self.path(digest), name)
+
+    def known(self) -> list[str]:
+        """The digests of all layers that have a directory."""
+        try:
+            names = os.listdir(self.base)
+        except FileNotFoundError:
+            return []
+        return sorted("sha256:" + name for name in names if digests.is_digest("sha256:" + name))
+
+    def exists(self, digest: str) -> bool:
+        """True where the layer has a complete directory."""
+        return os.path.exists(self.file(digest, "source.json"))
+
+    def create(self, source: LayerSource, tail: bytes | memoryview) -> str:
+        """Make a layer's directory with ``toc`` and ``source.json``; the caller has verified ``tail``. Returns its path.
+
+        Does nothing where the directory exists already. Raises OSError.
+        """
+        final = self.path(source.digest)
+        if self.exists(source.digest):
+            return final
+        os.makedirs(self.base, mode=0o700, exist_ok=True)
+        temporary = os.path.join(self.root, f".new-{digests.hex_of(source.digest)[:12]}-{secrets.token_hex(4)}")
+        os.mkdir(temporary, 0o700)
+        try:
+            write_atomic(os.path.join(temporary, "toc"), tail, durable=False)
+            write_atomic(os.path.join(temporary, "source.json"), source.to_json(), durable=False)
+            os.rename(temporary, final)
+        except OSError:
+            shutil.rmtree(temporary, ignore_errors=True)
+            if self.exists(source.digest):  # somebody else was first
+                return final
+            raise
+        return final
+
+    def source(self, digest: str) -> LayerSource:
+        """Read ``source.json``. Raises OSError or FormatError."""
+        with open(self.file(digest, "source.json"), "rb") as file:
+            return LayerSource.from_json(file.read(1 << 20))
+
+    def add_origins(self, digest: str, origins: list[Origin]) -> None:
+        """Remember further places that hold the blob; known ones keep their rank, new ones come first."""
+        source = self.source(digest)
+        fresh = [origin for origin in origins if origin not in source.origins]
+        if fresh:
+            merged = LayerSource(
+                source.digest, source.size, source.toc_offset, source.toc_length, source.toc_digest,
+                [*fresh, *source.origins][:16],
+            )  # fmt: skip
+            write_atomic(self.file(digest, "source.json"), merged.to_json(), durable=False)
+
+    def discard(self, digest: str) -> str | None:
+        """Move a layer's directory to the trash and return its new path, or None where there is none."""
+        os.makedirs(self.trash, mode=0o700, exist_ok=True)
+        target = os.path.join(self.trash, f"{digests.hex_of(digest)}-{secrets.token_hex(4)}")
+        try:
+            os.rename(self.path(digest), target)
+        except FileNotFoundError:
+            return None
+        return target
+
+    def empty_trash(self) -> None:
+        """Delete what was discarded and what a dead process left half made."""
+        for folder, prefix in ((self.trash, ""), (self.root, ".new-")):
+            try:
+                names = os.listdir(folder)
+            except FileNotFoundError:
+                continue
+            for name in names:
+                if name.startswith(prefix) and name not in ("sha256", ".trash"):
+                    shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+
+    def sync(self, digest: str) -> None:
+        """Make a layer's directory durable."""
+        sync_directory(self.path(digest))
+        sync_directory(self.base)

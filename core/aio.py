@@ -38,6 +38,7 @@ class SingleFlight(Generic[K, T]):
         finally:
             waiters[0] -= 1
             if waiters[0] == 0 and not task.done():
+                self._flights.pop(key, None)  # whoever comes next starts anew
                 task.cancel()
 
     def _landed(self, key: K, task: asyncio.Task[T]) -> None:

@@ -1,0 +1,150 @@
+"""Entry point: the command tree, how errors are shown, exit codes.
+
+Exit codes: 0 done; 1 something is wrong with input, network or machine (one line says what to do); 2 the command line
+itself is wrong; 130 interrupted. Sub-commands are imported when they are called, so that ``weenv --help`` and completion
+answer at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import sys
+from typing import Any
+
+import click
+
+from weenv import __version__
+from weenv.core.errors import WeenvError
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are ``module:attribute`` strings until they are needed."""
+
+    def __init__(self, *args: Any, lazy: dict[str, tuple[str, str]] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = lazy or {}
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names in the order of the table, then those that were added directly."""
+        return [*self.lazy, *(name for name in super().list_commands(ctx) if name not in self.lazy)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Import and return a command, or None where there is none of that name."""
+        if cmd_name not in self.lazy:
+            return super().get_command(ctx, cmd_name)
+        module, attribute = self.lazy[cmd_name][0].split(":")
+        command = getattr(importlib.import_module(module), attribute)
+        assert isinstance(command, click.Command)
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands with their one-line help, importing none of them."""
+        rows = [(name, help_line) for name, (_, help_line) in self.lazy.items()]
+        for name in super().list_commands(ctx):
+            command = super().get_command(ctx, name)
+            if command is not None and not command.hidden:
+                rows.append((name, command.get_short_help_str(limit=100)))
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "convert": ("weenv.cli.convert:convert", "Convert an image into lazily loadable layers."),
+    "layer": ("weenv.cli.layer:layer", "Convert, inspect, verify or mount a single layer."),
+    "snapshotter": ("weenv.cli.daemons:snapshotter", "The containerd proxy snapshotter daemon."),
+    "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),
+    "status": ("weenv.cli.status:status", "Show the layers on this node and how much of each is local."),
+    "doctor": ("weenv.cli.doctor:doctor", "Check kernel, containerd, sockets, disk and registry; say what to mend."),
+}
+
+_EPILOG = """\b
+Examples:
+  weenv convert registry.example/team/env:1 registry.example/team/env:1-lazy
+  weenv layer inspect layer.tar.zst
+  weenv snapshotter serve --config /etc/weenv/config.toml
+  weenv doctor
+"""
+
+
+@click.group(
+    cls=LazyGroup,
+    lazy=COMMANDS,
+    epilog=_EPILOG,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+)
+@click.version_option(__version__, prog_name="weenv")
+@click.option("--debug", is_flag=True, envvar="WEENV_DEBUG", help="Log at debug level and show tracebacks.")
+@click.pass_context
+def cli(ctx: click.Context, debug: bool) -> None:
+    """Lazy, composable, elastic software environments on containerd."""
+    ctx.ensure_object(dict)
+    ctx.obj["debug"] = debug
+    if debug:
+        from weenv.core.log import configure
+
+        configure("debug")
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    Example:
+      weenv completion bash > /etc/bash_completion.d/weenv
+    """
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None
+    click.echo(found(cli, {}, "weenv", "_WEENV_COMPLETE").source())
+
+
+def _explain(error: BaseException) -> str:
+    """One line (two with a hint) for an expected error."""
+    if isinstance(error, WeenvError):
+        text = " ".join(error.message.split()) or type(error).__name__
+        if not error.message and str(error):
+            text = str(error)
+        return f"weenv: {text}" + (f"\n  {error.hint}" if error.hint else "")
+    if isinstance(error, OSError):
+        where = f"{error.filename}: " if error.filename else ""
+        return f"weenv: {where}{error.strerror or error}"
+    return f"weenv: internal error: {type(error).__name__}: {error} (run again with --debug and report it)"
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run the command line and exit the process."""
+    arguments = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in arguments
+    try:
+        code = cli.main(args=arguments, prog_name="weenv", standalone_mode=False)
+        sys.exit(code if isinstance(code, int) else 0)
+    except click.exceptions.Abort:
+        click.echo("weenv: interrupted", err=True)
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        click.echo("weenv: interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:
+        sys.stderr.close()
+        sys.exit(0)
+    except ExceptionGroup as group:
+        if debug:
+            raise
+        first: BaseException = group
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        click.echo(_explain(first), err=True)
+        sys.exit(1)
+    except Exception as error:
+        if debug:
+            raise
+        logging.getLogger(__name__).debug("failed", exc_info=error)
+        click.echo(_explain(error), err=True)
+        sys.exit(error.exit_code if isinstance(error, WeenvError) else 1)

@@ -1,0 +1,53 @@
+"""Drawing for people: sizes, durations, tables and progress bars. Machines get ``--json`` instead."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import click
+
+
+def size(count: float) -> str:
+    """Bytes with a binary unit, three significant digits: ``1.50 MiB``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
+        count /= 1024
+    return f"{count:.3g} TiB"
+
+
+def seconds(value: float) -> str:
+    """A duration with a fitting unit."""
+    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def short(digest: str) -> str:
+    """The first 12 hex digits of a digest."""
+    return digest.removeprefix("sha256:")[:12]
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on standard output."""
+    click.echo(json.dumps(value, indent=2, sort_keys=False))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", right: Sequence[int] = ()) -> None:
+    """Print a table; ``right`` lists the numbers of right-aligned columns. Cells may carry rich markup."""
+    from rich.console import Console
+    from rich.table import Table
+
+    drawn = Table(title=title or None, title_justify="left", header_style="bold")
+    for number, column in enumerate(columns):
+        drawn.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        drawn.add_row(*row)
+    Console().print(drawn)
+
+
+def escape(text: str) -> str:
+    """Text that is safe as a cell: no markup, no control characters (names come from registries)."""
+    from rich.markup import escape as markup
+
+    return markup("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text))

@@ -1,0 +1,194 @@
+"""What ``weenv doctor`` looks at. Each check returns findings; none of them changes anything.
+
+The checks of containerd's configuration are plain functions over the parsed file. The facts behind them: a proxy plugin
+is declared by ``[proxy_plugins.<name>]``; containerd's transfer service (``ctr images pull`` from 2.1 on, CRI by default
+there) hands image annotations to a snapshotter only where ``exports.enable_remote_snapshot_annotations`` is the *string*
+``"true"``, and needs an ``unpack_config`` entry for it; CRI passes them where ``disable_snapshot_annotations`` is false.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+State = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line of the report: what was looked at, how it stands, what was seen, and the remedy where there is one."""
+
+    name: str
+    state: State
+    seen: str
+    remedy: str = ""
+
+
+def _walk(table: dict[str, Any], *path: str) -> Any:
+    node: Any = table
+    for key in path:
+        if not isinstance(node, dict):
+            return None
+        node = node.get(key)
+    return node
+
+
+def containerd_config(text: str, address: str, name: str = "weenv") -> Iterator[Finding]:
+    """Findings about a containerd ``config.toml``. ``address`` is the snapshotter's socket, ``name`` the proxy plugin's."""
+    try:
+        config = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        yield Finding(
+            "containerd config", "fail", f"not valid TOML: {error}", "mend the file; containerd will not start with it"
+        )
+        return
+    version = config.get("version", 1)
+    plugin = _walk(config, "proxy_plugins", name)
+    if not isinstance(plugin, dict):
+        yield Finding(
+            "proxy plugin",
+            "fail",
+            f"no [proxy_plugins.{name}]",
+            f'add [proxy_plugins.{name}] with type = "snapshot" and address = "{address}", then restart containerd',
+        )
+        return
+    if plugin.get("type") != "snapshot" or plugin.get("address") != address:
+        yield Finding(
+            "proxy plugin",
+            "fail",
+            f"type {plugin.get('type')!r}, address {plugin.get('address')!r}",
+            f'set type = "snapshot" and address = "{address}"',
+        )
+    else:
+        yield Finding("proxy plugin", "ok", f"[proxy_plugins.{name}] -> {address}")
+    if "rebase" in (plugin.get("capabilities") or ()):
+        yield Finding(
+            "capabilities",
+            "fail",
+            "rebase is listed",
+            "remove it: parallel unpack makes lazy snapshots parentless and loses them",
+        )
+    exports = plugin.get("exports") or {}
+    if not exports.get("root"):
+        yield Finding(
+            "exports.root",
+            "warn",
+            "not set",
+            f"set [proxy_plugins.{name}.exports] root to the snapshotter's root directory; kubelet measures the disk there",
+        )
+    if version >= 3:
+        yield from _transfer(config, exports, name)
+    yield from _cri(config, version, name)
+
+
+def _transfer(config: dict[str, Any], exports: dict[str, Any], name: str) -> Iterator[Finding]:
+    annotations = exports.get("enable_remote_snapshot_annotations")
+    if annotations != "true":
+        yield Finding(
+            "remote annotations",
+            "warn",
+            f"enable_remote_snapshot_annotations = {annotations!r}",
+            f'set it to the string "true" under [proxy_plugins.{name}.exports]: layers are then resolved side by side',
+        )
+    unpack = _walk(config, "plugins", "io.containerd.transfer.v1.local", "unpack_config")
+    names = [entry.get("snapshotter") for entry in unpack if isinstance(entry, dict)] if isinstance(unpack, list) else []
+    if name not in names:
+        yield Finding(
+            "transfer service",
+            "fail",
+            f"no unpack_config entry for {name}",
+            f"add [[plugins.'io.containerd.transfer.v1.local'.unpack_config]] with snapshotter = '{name}' (list overlayfs too: "
+            "the entries replace the default)",
+        )
+    else:
+        yield Finding("transfer service", "ok", f"unpack_config lists {', '.join(str(n) for n in names)}")
+        if "overlayfs" not in names:
+            yield Finding(
+                "transfer service", "warn", "unpack_config does not list overlayfs", "add it, or overlayfs pulls stop working"
+            )
+
+
+def _cri(config: dict[str, Any], version: int, name: str) -> Iterator[Finding]:
+    if version >= 3:
+        images = _walk(config, "plugins", "io.containerd.cri.v1.images")
+    else:
+        images = _walk(config, "plugins", "io.containerd.grpc.v1.cri", "containerd")
+    images = images if isinstance(images, dict) else {}
+    if images.get("snapshotter") != name:
+        yield Finding(
+            "CRI", "skip", f"uses snapshotter {images.get('snapshotter', 'overlayfs')!r}", "only needed for Kubernetes"
+        )
+    elif version < 3 and images.get("disable_snapshot_annotations", True):
+        yield Finding(
+            "CRI", "fail", "disable_snapshot_annotations is true", "set it to false, or every CRI pull fetches whole layers"
+        )
+    else:
+        yield Finding("CRI", "ok", f"uses {name}")
+
+
+def kernel() -> Iterator[Finding]:
+    """Findings about the running kernel: version, file systems, /dev/fuse."""
+    release = os.uname().release
+    match = re.match(r"(\d+)\.(\d+)", release)
+    version = (int(match[1]), int(match[2])) if match else (0, 0)
+    try:
+        with open("/proc/filesystems", encoding="ascii") as file:
+            known = {line.split()[-1] for line in file}
+    except OSError:
+        known = set()
+    missing = [fs for fs in ("erofs", "fuse", "overlay") if fs not in known]
+    if version < (6, 12):
+        yield Finding(
+            "kernel",
+            "fail",
+            f"Linux {release}: no file-backed EROFS mounts",
+            "use Linux 6.12 or newer (Debian 13 has it; Debian 12 in its backports)",
+        )
+    else:
+        yield Finding("kernel", "ok", f"Linux {release}")
+    if missing:
+        yield Finding(
+            "file systems",
+            "fail" if version >= (6, 12) else "warn",
+            f"not loaded: {', '.join(missing)}",
+            f"modprobe -a {' '.join(missing)}, and list them in /etc/modules-load.d",
+        )
+    else:
+        yield Finding("file systems", "ok", "erofs, fuse, overlay")
+    if os.access("/dev/fuse", os.R_OK | os.W_OK):
+        yield Finding("/dev/fuse", "ok", "can be opened")
+    else:
+        yield Finding("/dev/fuse", "fail", "cannot be opened", "run as root on a host whose device policy allows /dev/fuse")
+
+
+def unix_socket(name: str, path: str, remedy: str) -> Finding:
+    """Whether something listens on a unix socket, and whether others may use it."""
+    try:
+        mode = os.stat(path).st_mode & 0o777
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(2)
+            probe.connect(path)
+    except OSError as error:
+        return Finding(name, "fail", f"{path}: {error.strerror or error}", remedy)
+    if mode & 0o077:
+        return Finding(name, "warn", f"{path}: mode {mode:04o}", f"chmod 600 {path}")
+    return Finding(name, "ok", path)
+
+
+def disk(root: str, *, low: float = 0.05) -> Finding:
+    """Free space where layers are kept; ``low`` is the share below which it is a warning."""
+    path = root
+    while not os.path.exists(path) and path != "/":
+        path = os.path.dirname(path)
+    stat = os.statvfs(path)
+    free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+    share = free / total if total else 0.0
+    seen = f"{root}: {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    if share < low:
+        return Finding("disk", "warn", seen, "free some space; with none left layers are served uncached")
+    return Finding("disk", "ok", seen)

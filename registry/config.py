@@ -1,0 +1,116 @@
+"""How registries are reached: plain HTTP or TLS, time limits, retries, proxies."""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+import urllib.request
+from dataclasses import dataclass, field
+from urllib.parse import urlsplit
+
+from weenv.core.errors import ConfigError
+from weenv.registry.reference import api_host, check_host
+
+USER_AGENT = "weenv/0.1"
+
+
+@dataclass(frozen=True, slots=True)
+class RegistryConfig:
+    """Settings of a registry client. Times are in seconds, sizes in bytes."""
+
+    plain_http: frozenset[str] = frozenset()
+    """Hosts (``name`` or ``name:port``) spoken to over plain HTTP, besides loopback ones."""
+    tls: frozenset[str] = frozenset()
+    """Loopback hosts that are to be spoken to over TLS all the same."""
+    ca_file: str = ""
+    """A PEM bundle to trust besides the system's."""
+    connect_timeout: float = 10.0
+    stall_timeout: float = 20.0
+    """No byte for that long on an open response: the attempt has failed."""
+    deadline: float = 120.0
+    """One small request, or one ranged read, with all its retries; ranged reads get ``length / min_rate`` on top."""
+    min_rate: int = 256 << 10
+    """Bytes per second below which a transfer is given up."""
+    attempts: int = 5
+    """Tries without progress before giving up."""
+    retry_delay: float = 0.2
+    """Before the second retry; doubles with each, with jitter (the first retry is immediate)."""
+    max_retry_delay: float = 10.0
+    max_retry_after: float = 60.0
+    """A longer Retry-After than this is an error at once, not a wait."""
+    max_skip: int = 256 << 20
+    """How much may be read and thrown away to reach an offset where a server ignores Range."""
+    connections_per_host: int = 16
+    read_buffer: int = 2 << 20
+    """Response bytes buffered before the socket is left alone: large, so that few wake-ups are needed per byte."""
+    docker_config: str = ""
+    """A docker ``config.json``, or empty for the usual places (see credentials.py)."""
+    mirrors: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Reserved: hosts to ask before the named one."""
+
+    def __post_init__(self) -> None:
+        for host in (*self.plain_http, *self.tls):
+            check_host(host)
+
+    def scheme(self, host: str) -> str:
+        """``http`` or ``https`` for a registry host."""
+        return "http" if self.is_plain(host) else "https"
+
+    def is_plain(self, host: str) -> bool:
+        """True where ``host`` is spoken to over plain HTTP: configured, or loopback and not on port 443.
+
+        Loopback hosts are plain by default, as for docker and containerd, which treat 127.0.0.0/8, ::1 and localhost as
+        insecure registries.
+        """
+        name, port = split_host(host)
+        if host in self.tls or name in self.tls:
+            return False
+        if host in self.plain_http or name in self.plain_http:
+            return True
+        return is_loopback(name) and port != 443
+
+    def base_url(self, host: str) -> str:
+        """``scheme://host`` of the registry's API."""
+        return f"{self.scheme(host)}://{api_host(host)}"
+
+    def ssl_context(self) -> ssl.SSLContext:
+        """A verifying TLS context. Raises :class:`ConfigError` where ``ca_file`` cannot be read."""
+        context = ssl.create_default_context()
+        if self.ca_file:
+            try:
+                context.load_verify_locations(self.ca_file)
+            except (OSError, ssl.SSLError) as error:
+                raise ConfigError(f"cannot use the CA bundle {self.ca_file}: {error}") from error
+        return context
+
+
+def split_host(host: str) -> tuple[str, int | None]:
+    """``name:port`` -> (name without brackets, port or None)."""
+    parts = urlsplit("//" + host)
+    return parts.hostname or "", parts.port
+
+
+def is_loopback(name: str) -> bool:
+    """True for ``localhost``, names under it, and loopback addresses."""
+    if name == "localhost" or name.endswith(".localhost"):
+        return True
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
+
+
+def proxy_for(url: str) -> str | None:
+    """The proxy that the environment (HTTP_PROXY, HTTPS_PROXY, NO_PROXY) names for ``url``, or None.
+
+    Asked here, not by the HTTP libraries: their "trust the environment" switches also read ``~/.netrc`` and would send
+    its passwords to registries.
+    """
+    parts = urlsplit(url)
+    if is_loopback(parts.hostname or ""):
+        return None
+    proxies = urllib.request.getproxies()
+    proxy = proxies.get(parts.scheme) or proxies.get("all")
+    if not proxy or urllib.request.proxy_bypass(parts.netloc.rpartition("@")[2]):
+        return None
+    return proxy if "://" in proxy else "http://" + proxy

@@ -1,0 +1,68 @@
+"""When to try again, and how long to wait: decisions on plain data, shared by the async and the oras transport."""
+
+from __future__ import annotations
+
+import random
+import time
+from email.utils import parsedate_to_datetime
+
+from weenv.core.errors import (
+    NotFoundInSource,
+    SourceError,
+    UnauthorizedError,
+    UnavailableError,
+)
+from weenv.registry.config import RegistryConfig
+
+TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+"""Statuses after which the same request may succeed (RFC 9110; 425: RFC 8470; 429: RFC 6585)."""
+REFUSED = frozenset({401, 403})
+STALE_TARGET = frozenset({400, 401, 403, 404, 410})
+"""Answers of a redirect target that may only mean that its signed URL has expired."""
+REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MAX_HOPS = 10
+
+
+def parse_retry_after(value: str | None, now: float | None = None) -> float | None:
+    """Seconds from a Retry-After header (RFC 9110, 10.2.3: seconds or a date), or None where it says nothing usable."""
+    if not value:
+        return None
+    value = value.strip()
+    if value.isascii() and value.isdigit():
+        return float(value[:9])
+    try:
+        when = parsedate_to_datetime(value).timestamp()
+    except (ValueError, TypeError, IndexError, OverflowError):
+        return None
+    return max(0.0, when - (time.time() if now is None else now))
+
+
+def retry_delay(config: RegistryConfig, failures: int, retry_after: float | None = None) -> float | None:
+    """Seconds to wait after the ``failures``-th failure in a row (1 is the first), or None: give up.
+
+    A connection that the server closed while idle is the usual first failure, so the first retry is immediate.
+    """
+    if failures >= config.attempts:
+        return None
+    if retry_after is not None:
+        if retry_after > config.max_retry_after:
+            return None
+        return retry_after + random.uniform(0, 0.1 * retry_after + 0.05)  # noqa: S311 - spreads retries, no secret
+    if failures <= 1:
+        return 0.0
+    ceiling = min(config.max_retry_delay, config.retry_delay * 2.0 ** (failures - 2))
+    return random.uniform(0.5, 1.0) * ceiling  # noqa: S311
+
+
+def status_error(status: int, what: str, host: str, retry_after: float | None = None) -> SourceError:
+    """The error of the project's tree that an HTTP status means. ``what`` names what was asked for."""
+    if status == 404:
+        return NotFoundInSource(f"{host} does not hold {what}")
+    if status in REFUSED:
+        return UnauthorizedError(
+            f"{host} refused access to {what} ({status})",
+            hint=f"check the name, and log in: docker login {host}",
+        )
+    if status in TRANSIENT:
+        return UnavailableError(f"{host} cannot serve {what} now ({status})", retry_after=retry_after)
+    return SourceError(f"{host} answered {status} for {what}")

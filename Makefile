@@ -1,0 +1,53 @@
+# Two commands on a fresh Debian 12 or 13: "sudo make demo" and "sudo make test". Both install what they need.
+SHELL := /bin/sh
+PYTHON ?= python3
+PYTEST_ARGS ?=
+BENCH_ARGS ?=
+DEMO_ARGS ?=
+KIT := PYTHONPATH=integration .venv/bin/python
+
+.PHONY: help setup test demo bench soak lint lock clean
+
+help:
+	@echo "sudo make demo    convert a real image, push it, start it lazily; a table against plain overlayfs"
+	@echo "sudo make test    all tests, with real containerd, runc and registry (PYTEST_ARGS=...)"
+	@echo "sudo make bench   the measured comparisons of docs/benchmarks.md (BENCH_ARGS=...)"
+	@echo "sudo make soak    long reliability runs"
+	@echo "sudo make setup   only install what these need; leaves the command at .venv/bin/weenv"
+	@echo "make lint         ruff, mypy and the import contract"
+	@echo "make lock         renew requirements.lock from pyproject.toml"
+	@echo "make clean        remove the virtual environment and caches of this clone"
+
+setup:
+	@MAKE_GOAL="$(firstword $(MAKECMDGOALS))" PYTHON="$(PYTHON)" sh integration/weenv_testkit/setup.sh
+
+test: setup
+	.venv/bin/python -m pytest -m "not soak" $(PYTEST_ARGS)
+
+demo: setup
+	$(KIT) -m weenv_testkit.demo $(DEMO_ARGS)
+
+bench: setup
+	$(KIT) -m benchmarks $(BENCH_ARGS)
+
+soak: setup
+	.venv/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+lint: .venv/bin/ruff
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
+
+.venv/bin/ruff:
+	@echo "lint: no virtual environment yet; run: sudo make setup" >&2; exit 1
+
+# The lock names every file by hash and no index, so it works with whatever index pip is configured for.
+lock: .venv/bin/ruff
+	.venv/bin/python -m pip install --quiet uv
+	.venv/bin/uv pip compile pyproject.toml requirements-build.in --extra dev --universal --python-version 3.11 \
+		--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --quiet \
+		--upgrade --output-file requirements.lock
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build bench-results
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,330 @@
+"""A private containerd of either line, and ``ctr`` to talk to it.
+
+Everything it has lies under one directory of ours: root, state, sockets, runc's state, CNI and registry configuration.
+NRI is off (its default socket belongs to a containerd that may be running), AppArmor too. The directory's path must be
+short, because unix socket paths end at 107 bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+
+from weenv_testkit import tools
+from weenv_testkit.procs import (
+    Failed,
+    Process,
+    children_of,
+    connects,
+    end_processes,
+    processes_of,
+    run,
+    unmount_under,
+    wait_until,
+)
+
+PAUSE = "pause:1"
+"""Repository and tag of the sandbox image, in the test registry (see images.pause)."""
+
+_DISABLED = (
+    "io.containerd.snapshotter.v1.aufs",
+    "io.containerd.snapshotter.v1.blockfile",
+    "io.containerd.snapshotter.v1.btrfs",
+    "io.containerd.snapshotter.v1.devmapper",
+    "io.containerd.snapshotter.v1.erofs",
+    "io.containerd.snapshotter.v1.zfs",
+    "io.containerd.internal.v1.tracing",
+    "io.containerd.tracing.processor.v1.otlp",
+)
+
+
+@dataclass(frozen=True)
+class Proxy:
+    """A proxy snapshotter: its name in containerd, its socket and the root directory it reports."""
+
+    name: str
+    address: str
+    root: str
+
+
+class Containerd:
+    """A running containerd; a context manager. ``line`` is ``1.7`` or ``2.1``; ``home`` a directory of its own.
+
+    ``registry`` (``host:port``, plain HTTP) is configured for CRI and the transfer service; ``snapshotter`` is what CRI
+    uses. ``close`` ends every container, shim and mount that it left.
+    """
+
+    def __init__(
+        self,
+        line: str,
+        home: str,
+        *,
+        registry: str,
+        proxies: Sequence[Proxy] = (),
+        snapshotter: str = "overlayfs",
+    ) -> None:
+        self.line = line
+        self.home = home
+        self.registry = registry
+        self.proxies = tuple(proxies)
+        self.snapshotter = snapshotter
+        self.root = os.path.join(home, "root")
+        self.state = os.path.join(home, "state")
+        self.socket = os.path.join(home, "c.sock")
+        self.log = os.path.join(home, "containerd.log")
+        self.runc_root = os.path.join(home, "runc")
+        self.hosts = os.path.join(home, "hosts")
+        self.bin = tools.containerd_bin(line)
+        self._ids = itertools.count(1)
+        self._process: Process | None = None
+
+    # -- life -----------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Containerd:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def start(self) -> None:
+        """Write the configuration, start the daemon, wait until it answers. Raises Failed."""
+        for folder in ("root", "state", "runc", "cni/bin", "cni/conf", "opt", f"hosts/{self.registry}"):
+            os.makedirs(os.path.join(self.home, folder), exist_ok=True)
+        with open(os.path.join(self.hosts, self.registry, "hosts.toml"), "w") as file:
+            file.write(f'server = "http://{self.registry}"\n')
+        path = os.path.join(self.home, "config.toml")
+        with open(path, "w") as file:
+            file.write(self.config())
+        argv = [os.path.join(self.bin, "containerd"), "--config", path]
+        self._process = Process(f"containerd {self.line}", argv, self.log, self._environment())
+        self._process.wait_ready(lambda: connects(self.socket) and self._serves(), 30)
+
+    def _serves(self) -> bool:
+        try:
+            self.ctr("version")
+        except Failed:
+            return False
+        return True
+
+    def stop(self) -> None:
+        """Stop the daemon only: containers go on, as in a real restart."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def kill(self) -> None:
+        """``kill -9`` of the daemon only."""
+        assert self._process is not None
+        self._process.kill()
+        self._process = None
+
+    def restart(self) -> None:
+        """Stop and start the daemon under its containers."""
+        self.stop()
+        self.start()
+
+    @property
+    def pid(self) -> int:
+        """Process id of the daemon."""
+        assert self._process is not None
+        return self._process.pid
+
+    def log_text(self) -> str:
+        """The daemon's log since the first start."""
+        with open(self.log, errors="replace") as file:
+            return file.read()
+
+    def close(self) -> None:
+        """End containers, daemon, shims and mounts, whatever state they are in. The directory stays."""
+        if self._process is not None and self._process.alive():
+            for namespace in self._quietly_namespaces():
+                with contextlib.suppress(Failed):
+                    for container in self.ctr("tasks", "ls", "-q", namespace=namespace).split():
+                        self.remove_container(container, namespace)
+        self.stop()
+        shims = processes_of(self.home)
+        end_processes({*shims, *children_of(shims)})
+        unmount_under(self.home)
+        # Containers are killed above, so their cgroups are empty; runc would have removed them.
+        _remove_cgroups(self._cgroup_names())
+
+    def _quietly_namespaces(self) -> list[str]:
+        try:
+            return self.namespaces()
+        except Failed:
+            return []
+
+    def _cgroup_names(self) -> list[str]:
+        folder = os.path.join(self.state, "io.containerd.runtime.v2.task")
+        found = []
+        with contextlib.suppress(OSError):
+            for namespace in os.listdir(folder):
+                found += [(f"{namespace}/{name}") for name in os.listdir(os.path.join(folder, namespace))]
+        return found
+
+    # -- configuration ----------------------------------------------------------------------------------------------
+
+    def _environment(self) -> dict[str, str]:
+        # containerd looks for its shim and for runc in PATH.
+        runc = os.path.dirname(tools.runc())
+        return {"PATH": f"{self.bin}:{runc}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": self.home, "TMPDIR": self.home}
+
+    def config(self) -> str:
+        """The text of config.toml."""
+        q = json.dumps  # a JSON string is a TOML basic string
+        options = f"BinaryName = {q(tools.runc())}\nRoot = {q(self.runc_root)}\nSystemdCgroup = false\n"
+        text = f"version = {2 if self.line == '1.7' else 3}\nroot = {q(self.root)}\nstate = {q(self.state)}\n"
+        text += f"disabled_plugins = {q(list(_DISABLED))}\n"
+        text += f"[grpc]\naddress = {q(self.socket)}\n[ttrpc]\naddress = {q(self.socket + '.ttrpc')}\n"
+        text += f"[debug]\naddress = {q(os.path.join(self.home, 'd.sock'))}\nlevel = 'info'\n"
+        for proxy in self.proxies:
+            text += f"[proxy_plugins.{proxy.name}]\ntype = 'snapshot'\naddress = {q(proxy.address)}\n"
+            text += f"[proxy_plugins.{proxy.name}.exports]\nroot = {q(proxy.root)}\n"
+            text += "enable_remote_snapshot_annotations = 'true'\n"
+        text += f"[plugins.'io.containerd.internal.v1.opt']\npath = {q(os.path.join(self.home, 'opt'))}\n"
+        text += "[plugins.'io.containerd.nri.v1.nri']\ndisable = true\n"
+        sandbox = q(f"{self.registry}/{PAUSE}")
+        cni = f"bin_dir = {q(os.path.join(self.home, 'cni/bin'))}\nconf_dir = {q(os.path.join(self.home, 'cni/conf'))}\n"
+        hosts = f"config_path = {q(self.hosts)}\n"
+        if self.line == "1.7":
+            cri = "plugins.'io.containerd.grpc.v1.cri'"
+            text += f"[{cri}]\nsandbox_image = {sandbox}\nrestrict_oom_score_adj = true\ndisable_apparmor = true\n"
+            text += f"[{cri}.cni]\n{cni}[{cri}.registry]\n{hosts}"
+            text += f"[{cri}.containerd]\nsnapshotter = {q(self.snapshotter)}\ndisable_snapshot_annotations = false\n"
+            text += "default_runtime_name = 'runc'\n"
+            text += f"[{cri}.containerd.runtimes.runc]\nruntime_type = 'io.containerd.runc.v2'\n"
+            text += f"[{cri}.containerd.runtimes.runc.options]\n{options}"
+            return text
+        images, runtime = "plugins.'io.containerd.cri.v1.images'", "plugins.'io.containerd.cri.v1.runtime'"
+        text += f"[{images}]\nsnapshotter = {q(self.snapshotter)}\n[{images}.pinned_images]\nsandbox = {sandbox}\n"
+        text += f"[{images}.registry]\n{hosts}"
+        text += f"[{runtime}]\nrestrict_oom_score_adj = true\ndisable_apparmor = true\n[{runtime}.cni]\n{cni}"
+        text += f"[{runtime}.containerd]\ndefault_runtime_name = 'runc'\n"
+        text += f"[{runtime}.containerd.runtimes.runc]\nruntime_type = 'io.containerd.runc.v2'\n"
+        text += f"[{runtime}.containerd.runtimes.runc.options]\n{options}"
+        transfer = "plugins.'io.containerd.transfer.v1.local'"
+        text += f"[{transfer}]\n{hosts}"
+        machine = "arm64" if os.uname().machine == "aarch64" else "amd64"
+        for name in ("overlayfs", *(proxy.name for proxy in self.proxies)):
+            text += f"[[{transfer}.unpack_config]]\nplatform = 'linux/{machine}'\nsnapshotter = {q(name)}\ndiffer = 'walking'\n"
+        return text
+
+    # -- ctr ----------------------------------------------------------------------------------------------------------
+
+    def ctr(self, *arguments: str, namespace: str = "default", check: bool = True, timeout: float = 180) -> str:
+        """Run ctr of the same line; its standard output. Raises Failed with its standard error."""
+        argv = [os.path.join(self.bin, "ctr"), "--address", self.socket, "--namespace", namespace, *arguments]
+        return run(*argv, check=check, timeout=timeout, env=self._environment())
+
+    def namespaces(self) -> list[str]:
+        """All namespaces."""
+        return self.ctr("namespaces", "ls", "-q").split()
+
+    def pull(self, ref: str, *, snapshotter: str, namespace: str = "default", local: bool = False) -> float:
+        """``ctr images pull``; seconds it took. ``local`` asks 2.x for the client-side pull, the only one of 1.7's ctr."""
+        arguments = ["images", "pull", "--plain-http", "--snapshotter", snapshotter]
+        if local and self.line != "1.7":
+            arguments.append("--local")
+        begin = time.monotonic()
+        self.ctr(*arguments, ref, namespace=namespace)
+        return time.monotonic() - begin
+
+    def new_id(self, prefix: str = "t") -> str:
+        """A container id that no other daemon of this machine has: they share /run/containerd."""
+        return f"weenv-{prefix}{next(self._ids)}-{secrets.token_hex(4)}"
+
+    def run(
+        self,
+        image: str,
+        *command: str,
+        snapshotter: str,
+        namespace: str = "default",
+        check: bool = True,
+        flags: Sequence[str] = (),
+        timeout: float = 180,
+    ) -> str:
+        """``ctr run --rm`` of a command with host networking off; its output. Raises Failed where it exits non-zero."""
+        return self._run(image, self.new_id(), command, snapshotter, namespace, ["--rm", *flags], check, timeout)
+
+    def run_detached(
+        self, image: str, *command: str, snapshotter: str, namespace: str = "default", flags: Sequence[str] = ()
+    ) -> str:
+        """``ctr run -d``; the container's id. Use :meth:`exec` and :meth:`remove_container`."""
+        name = self.new_id("d")
+        self._run(image, name, command, snapshotter, namespace, ["--detach", "--null-io", *flags], True, 180)
+        return name
+
+    def _run(
+        self,
+        image: str,
+        name: str,
+        command: Sequence[str],
+        snapshotter: str,
+        namespace: str,
+        flags: Sequence[str],
+        check: bool,
+        timeout: float,
+    ) -> str:
+        runtime = ["--runc-binary", tools.runc(), "--runc-root", os.path.join(self.runc_root, "ctr")]
+        return self.ctr(
+            "run", *runtime, "--snapshotter", snapshotter, *flags, image, name, *command,
+            namespace=namespace, check=check, timeout=timeout,
+        )  # fmt: skip
+
+    def exec(self, container: str, *command: str, namespace: str = "default", check: bool = True) -> str:
+        """``ctr tasks exec`` in a running container; its output."""
+        return self.ctr("tasks", "exec", "--exec-id", self.new_id("e"), container, *command, namespace=namespace, check=check)
+
+    def remove_container(self, container: str, namespace: str = "default") -> None:
+        """Kill a container's task and delete both; what is not there is no error."""
+        self.ctr("tasks", "kill", "--signal", "KILL", container, namespace=namespace, check=False)
+        self.ctr("tasks", "delete", "--force", container, namespace=namespace, check=False)
+        self.ctr("containers", "delete", container, namespace=namespace, check=False)
+
+    def content(self, namespace: str = "default") -> set[str]:
+        """Digests of everything in the content store."""
+        return set(self.ctr("content", "ls", "-q", namespace=namespace).split())
+
+    def snapshots(self, snapshotter: str, namespace: str = "default") -> set[str]:
+        """Keys of all snapshots of a snapshotter, as the namespace sees them."""
+        table = self.ctr("snapshots", "--snapshotter", snapshotter, "ls", namespace=namespace).splitlines()[1:]
+        return {line.split()[0] for line in table if line.strip()}
+
+    def remove_image(self, ref: str, namespace: str = "default") -> None:
+        """Remove an image and wait for containerd's garbage collection."""
+        self.ctr("images", "rm", "--sync", ref, namespace=namespace)
+
+    def purge(self, namespace: str, snapshotter: str) -> None:
+        """Remove everything of a namespace: containers, images, then (by collection) content and snapshots."""
+        for container in self.ctr("containers", "ls", "-q", namespace=namespace).split():
+            self.remove_container(container, namespace)
+        for image in self.ctr("images", "ls", "-q", namespace=namespace).split():
+            self.remove_image(image, namespace)
+        wait_until(f"snapshots of {namespace} to be collected", lambda: not self.snapshots(snapshotter, namespace), 30)
+
+
+def _remove_cgroups(names: Sequence[str]) -> None:
+    """Remove the empty cgroup directories of containers that were killed behind runc's back."""
+    roots = ["/sys/fs/cgroup"]
+    with contextlib.suppress(OSError):
+        roots += [entry.path for entry in os.scandir("/sys/fs/cgroup") if entry.is_dir(follow_symlinks=False)]
+    for root, name in itertools.product(roots, names):
+        with contextlib.suppress(OSError):
+            os.rmdir(os.path.join(root, name))
+
+
+def remove_tree(path: str) -> None:
+    """Remove a directory of ours in which nothing is mounted any more. Raises Failed where something still is."""
+    left = unmount_under(path)
+    if left:
+        raise Failed(f"mounts were left behind: {left}")
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,215 @@
+"""Processes and mounts that a session made, and that it takes away again: by pid, by path, never by name."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Failed(Exception):
+    """A program of the kit failed; the text holds the end of its log."""
+
+
+def wait_until(what: str, check: Callable[[], T], timeout: float = 20, interval: float = 0.02) -> T:
+    """Call ``check`` until it returns something true; that value. Raises Failed after ``timeout`` seconds."""
+    end = time.monotonic() + timeout
+    while True:
+        value = check()
+        if value:
+            return value
+        if time.monotonic() > end:
+            raise Failed(f"waited {timeout:.0f} s for {what}")
+        time.sleep(interval)
+
+
+def connects(path: str) -> bool:
+    """True where something listens on the unix socket ``path``."""
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+class Process:
+    """A child with its output in a log file. It gets SIGTERM should this process die before :meth:`stop`.
+
+    ``log`` is the path of the log; several processes in a row may append to the same one.
+    """
+
+    def __init__(self, name: str, argv: list[str], log: str, env: Mapping[str, str] | None = None) -> None:
+        self.name = name
+        self.log = log
+        with open(log, "ab") as sink:
+            # setpriv, not prctl in a preexec function: forking a process that has threads must go straight to exec.
+            self._child = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", "--", *argv],
+                stdin=subprocess.DEVNULL,
+                stdout=sink,
+                stderr=sink,
+                env=dict(env) if env is not None else None,
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._child.pid
+
+    def alive(self) -> bool:
+        """True while it runs."""
+        return self._child.poll() is None
+
+    def log_text(self) -> str:
+        """What it has written so far."""
+        with open(self.log, errors="replace") as file:
+            return file.read()
+
+    def wait_ready(self, check: Callable[[], object], timeout: float = 20) -> None:
+        """Wait for ``check``. Raises Failed with the end of the log where the process dies or the time is up."""
+
+        def done() -> bool:
+            if check():
+                return True
+            if not self.alive():
+                raise Failed(f"{self.name} ended with {self._child.returncode}:\n{self.log_text()[-3000:]}")
+            return False
+
+        try:
+            wait_until(f"{self.name} to be ready", done, timeout)
+        except Failed as error:
+            raise Failed(f"{error}\n{self.log_text()[-3000:]}") from None
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Send a signal; for SIGKILL also wait for the end."""
+        with contextlib.suppress(ProcessLookupError):
+            self._child.send_signal(number)
+        if number == signal.SIGKILL:
+            self._child.wait()
+
+    def stop(self, timeout: float = 15) -> int:
+        """SIGTERM, then SIGKILL after ``timeout`` seconds. Returns the exit status; never raises."""
+        if self.alive():
+            self.kill(signal.SIGTERM)
+            try:
+                self._child.wait(timeout)
+            except subprocess.TimeoutExpired:
+                self.kill()
+        return self._child.returncode
+
+
+def run(
+    *argv: str,
+    check: bool = True,
+    timeout: float = 120,
+    env: Mapping[str, str] | None = None,
+    stdin: bytes | None = None,
+    cwd: str | None = None,
+) -> str:
+    """Run a program to its end; its standard output as text. Raises Failed with its standard error."""
+    done = subprocess.run(
+        argv,
+        input=stdin if stdin is not None else b"",
+        capture_output=True,
+        timeout=timeout,
+        env=dict(env) if env is not None else None,
+        cwd=cwd,
+        check=False,
+    )
+    if check and done.returncode:
+        text = (done.stderr + done.stdout).decode(errors="replace").strip()
+        raise Failed(f"{' '.join(argv)} ended with {done.returncode}: {text[-3000:]}")
+    return done.stdout.decode(errors="surrogateescape")
+
+
+def _cmdline(pid: int) -> str:
+    try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            return file.read().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def pids() -> list[int]:
+    """All processes of this pid namespace."""
+    return [int(name) for name in os.listdir("/proc") if name.isdigit()]
+
+
+def processes_of(path: str) -> dict[int, str]:
+    """Processes whose command line names ``path`` (a directory made by the kit, so unique), but this one."""
+    found = {pid: _cmdline(pid) for pid in pids() if pid != os.getpid()}
+    return {pid: line for pid, line in found.items() if path in line}
+
+
+def children_of(parents: Iterable[int]) -> set[int]:
+    """All descendants of the given processes."""
+    parent_of: dict[int, int] = {}
+    for pid in pids():
+        try:
+            with open(f"/proc/{pid}/stat", "rb") as file:
+                parent_of[pid] = int(file.read().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            continue
+    found = set(parents)
+    grown = True
+    while grown:
+        more = {pid for pid, parent in parent_of.items() if parent in found} - found
+        found |= more
+        grown = bool(more)
+    return found - set(parents)
+
+
+def end_processes(victims: Iterable[int], timeout: float = 10) -> None:
+    """SIGKILL processes of ours and wait until they are gone. Uses pidfds, so a reused pid is never hit."""
+    handles = []
+    for pid in victims:
+        with contextlib.suppress(ProcessLookupError):
+            handles.append(os.pidfd_open(pid))
+    end = time.monotonic() + timeout
+    for handle in handles:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    for handle in handles:
+        select.select([handle], [], [], max(0.0, end - time.monotonic()))
+        os.close(handle)
+
+
+def mounts_under(path: str) -> list[str]:
+    """Mount points at or below ``path``, the newest first."""
+    found = []
+    with open("/proc/self/mountinfo", "rb") as file:
+        for line in file:
+            point = line.split(b" ")[4].decode("unicode_escape").encode("latin-1").decode(errors="surrogateescape")
+            if point == path or point.startswith(path.rstrip("/") + "/"):
+                found.append(point)
+    return found[::-1]
+
+
+def unmount_under(path: str) -> list[str]:
+    """Unmount everything at or below ``path``; what was there, for a report."""
+    found = mounts_under(path)
+    for point in found:
+        done = subprocess.run(["umount", point], capture_output=True, check=False)
+        if done.returncode:
+            subprocess.run(["umount", "--lazy", point], capture_output=True, check=False)
+    return found
+
+
+def open_fds(pid: int) -> dict[str, str]:
+    """Descriptor number -> what it is open on, of another process; empty where it is gone."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            with contextlib.suppress(OSError):
+                found[name] = os.readlink(f"/proc/{pid}/fd/{name}")
+    return found

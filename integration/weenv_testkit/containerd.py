@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 
+import grpc
+
 from weenv_testkit import tools
 from weenv_testkit.procs import (
     Failed,
@@ -82,6 +84,7 @@ class Containerd:
         self.log = os.path.join(home, "containerd.log")
         self.runc_root = os.path.join(home, "runc")
         self.hosts = os.path.join(home, "hosts")
+        self.cgroup = f"weenv-test-{secrets.token_hex(4)}"
         self.bin = tools.containerd_bin(line)
         self._ids = itertools.count(1)
         self._process: Process | None = None
@@ -100,7 +103,7 @@ class Containerd:
         for folder in ("root", "state", "runc", "cni/bin", "cni/conf", "opt", f"hosts/{self.registry}"):
             os.makedirs(os.path.join(self.home, folder), exist_ok=True)
         with open(os.path.join(self.hosts, self.registry, "hosts.toml"), "w") as file:
-            file.write(f'server = "http://{self.registry}"\n')
+            file.write(f'server = "http://{self.registry}"\n[host."http://{self.registry}"]\ncapabilities = ["pull", "resolve"]\n')
         path = os.path.join(self.home, "config.toml")
         with open(path, "w") as file:
             file.write(self.config())
@@ -109,10 +112,13 @@ class Containerd:
         self._process.wait_ready(lambda: connects(self.socket) and self._serves(), 30)
 
     def _serves(self) -> bool:
-        try:
-            self.ctr("version")
-        except Failed:
-            return False
+        """True once CRI answers, which is the last service to come up; an empty StatusRequest needs no schema."""
+        with grpc.insecure_channel(f"unix:{self.socket}") as channel:
+            status = channel.unary_unary("/runtime.v1.RuntimeService/Status", bytes, bytes)
+            try:
+                status(b"", timeout=5)
+            except grpc.RpcError:
+                return False
         return True
 
     def stop(self) -> None:
@@ -154,22 +160,13 @@ class Containerd:
         shims = processes_of(self.home)
         end_processes({*shims, *children_of(shims)})
         unmount_under(self.home)
-        # Containers are killed above, so their cgroups are empty; runc would have removed them.
-        _remove_cgroups(self._cgroup_names())
+        remove_cgroup(self.cgroup)
 
     def _quietly_namespaces(self) -> list[str]:
         try:
             return self.namespaces()
         except Failed:
             return []
-
-    def _cgroup_names(self) -> list[str]:
-        folder = os.path.join(self.state, "io.containerd.runtime.v2.task")
-        found = []
-        with contextlib.suppress(OSError):
-            for namespace in os.listdir(folder):
-                found += [(f"{namespace}/{name}") for name in os.listdir(os.path.join(folder, namespace))]
-        return found
 
     # -- configuration ----------------------------------------------------------------------------------------------
 
@@ -193,7 +190,9 @@ class Containerd:
         text += f"[plugins.'io.containerd.internal.v1.opt']\npath = {q(os.path.join(self.home, 'opt'))}\n"
         text += "[plugins.'io.containerd.nri.v1.nri']\ndisable = true\n"
         sandbox = q(f"{self.registry}/{PAUSE}")
-        cni = f"bin_dir = {q(os.path.join(self.home, 'cni/bin'))}\nconf_dir = {q(os.path.join(self.home, 'cni/conf'))}\n"
+        plugins = q(os.path.join(self.home, "cni/bin"))
+        cni = f"bin_dir = {plugins}\n" if self.line == "1.7" else f"bin_dirs = [{plugins}]\n"
+        cni += f"conf_dir = {q(os.path.join(self.home, 'cni/conf'))}\n"
         hosts = f"config_path = {q(self.hosts)}\n"
         if self.line == "1.7":
             cri = "plugins.'io.containerd.grpc.v1.cri'"
@@ -276,7 +275,7 @@ class Containerd:
     ) -> str:
         runtime = ["--runc-binary", tools.runc(), "--runc-root", os.path.join(self.runc_root, "ctr")]
         return self.ctr(
-            "run", *runtime, "--snapshotter", snapshotter, *flags, image, name, *command,
+            "run", *runtime, "--cgroup", f"/{self.cgroup}/{name}", "--snapshotter", snapshotter, *flags, image, name, *command,
             namespace=namespace, check=check, timeout=timeout,
         )  # fmt: skip
 
@@ -312,14 +311,14 @@ class Containerd:
         wait_until(f"snapshots of {namespace} to be collected", lambda: not self.snapshots(snapshotter, namespace), 30)
 
 
-def _remove_cgroups(names: Sequence[str]) -> None:
-    """Remove the empty cgroup directories of containers that were killed behind runc's back."""
-    roots = ["/sys/fs/cgroup"]
-    with contextlib.suppress(OSError):
-        roots += [entry.path for entry in os.scandir("/sys/fs/cgroup") if entry.is_dir(follow_symlinks=False)]
-    for root, name in itertools.product(roots, names):
-        with contextlib.suppress(OSError):
-            os.rmdir(os.path.join(root, name))
+def remove_cgroup(name: str) -> None:
+    """Remove a cgroup of ours and those within it from every hierarchy; their processes have ended."""
+    with os.scandir("/sys/fs/cgroup") as entries:
+        hierarchies = ["/sys/fs/cgroup", *(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))]
+    for hierarchy in hierarchies:
+        for folder, _, _ in os.walk(os.path.join(hierarchy, name), topdown=False):
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
 
 
 def remove_tree(path: str) -> None:

@@ -1,0 +1,190 @@
+"""A minimal CRI client: what kubelet asks of containerd, over its own socket.
+
+Field numbers are those of kubernetes/cri-api v0.34.0, pkg/apis/runtime/v1/api.proto; Debian packages no crictl.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import grpc
+
+from weenv.core.proto import Schema
+from weenv_testkit.containerd import Containerd
+from weenv_testkit.procs import Failed
+
+NAMESPACE_NODE = 2
+"""NamespaceMode NODE: the pod shares the host's namespace, so no CNI is needed for the network."""
+
+SCHEMA = Schema(
+    "runtime.v1",
+    {
+        "ImageSpec": {"image": (1, "string"), "annotations": (2, "map<string,string>"), "user_specified_image": (18, "string")},
+        "PullImageRequest": {"image": (1, "ImageSpec"), "sandbox_config": (3, "PodSandboxConfig")},
+        "PullImageResponse": {"image_ref": (1, "string")},
+        "ImageStatusRequest": {"image": (1, "ImageSpec"), "verbose": (2, "bool")},
+        "Image": {
+            "id": (1, "string"),
+            "repo_tags": (2, "repeated string"),
+            "repo_digests": (3, "repeated string"),
+            "size": (4, "uint64"),
+        },
+        "ImageStatusResponse": {"image": (1, "Image")},
+        "RemoveImageRequest": {"image": (1, "ImageSpec")},
+        "Empty": {},
+        "UInt64Value": {"value": (1, "uint64")},
+        "FilesystemIdentifier": {"mountpoint": (1, "string")},
+        "FilesystemUsage": {
+            "timestamp": (1, "int64"),
+            "fs_id": (2, "FilesystemIdentifier"),
+            "used_bytes": (3, "UInt64Value"),
+            "inodes_used": (4, "UInt64Value"),
+        },
+        "ImageFsInfoResponse": {
+            "image_filesystems": (1, "repeated FilesystemUsage"),
+            "container_filesystems": (2, "repeated FilesystemUsage"),
+        },
+        "PodSandboxMetadata": {"name": (1, "string"), "uid": (2, "string"), "namespace": (3, "string")},
+        "NamespaceOption": {"network": (1, "int32"), "pid": (2, "int32"), "ipc": (3, "int32")},
+        "LinuxSandboxSecurityContext": {"namespace_options": (1, "NamespaceOption")},
+        "LinuxPodSandboxConfig": {"cgroup_parent": (1, "string"), "security_context": (2, "LinuxSandboxSecurityContext")},
+        "PodSandboxConfig": {
+            "metadata": (1, "PodSandboxMetadata"),
+            "hostname": (2, "string"),
+            "log_directory": (3, "string"),
+            "linux": (8, "LinuxPodSandboxConfig"),
+        },
+        "RunPodSandboxRequest": {"config": (1, "PodSandboxConfig"), "runtime_handler": (2, "string")},
+        "PodSandboxId": {"pod_sandbox_id": (1, "string")},
+        "ContainerMetadata": {"name": (1, "string"), "attempt": (2, "uint32")},
+        "LinuxContainerSecurityContext": {"namespace_options": (3, "NamespaceOption")},
+        "LinuxContainerConfig": {"security_context": (2, "LinuxContainerSecurityContext")},
+        "ContainerConfig": {
+            "metadata": (1, "ContainerMetadata"),
+            "image": (2, "ImageSpec"),
+            "command": (3, "repeated string"),
+            "log_path": (11, "string"),
+            "linux": (15, "LinuxContainerConfig"),
+        },
+        "CreateContainerRequest": {
+            "pod_sandbox_id": (1, "string"),
+            "config": (2, "ContainerConfig"),
+            "sandbox_config": (3, "PodSandboxConfig"),
+        },
+        "ContainerId": {"container_id": (1, "string")},
+        "ExecSyncRequest": {"container_id": (1, "string"), "cmd": (2, "repeated string"), "timeout": (3, "int64")},
+        "ExecSyncResponse": {"stdout": (1, "bytes"), "stderr": (2, "bytes"), "exit_code": (3, "int32")},
+        "StopContainerRequest": {"container_id": (1, "string"), "timeout": (2, "int64")},
+    },
+)
+
+
+class Pod:
+    """A running sandbox and the configuration that CRI wants to see again for each container."""
+
+    def __init__(self, identity: str, config: Any) -> None:
+        self.id = identity
+        self.config = config
+
+
+class Cri:
+    """CRI of one containerd; a context manager. Errors are Failed, with the daemon's own words."""
+
+    def __init__(self, containerd: Containerd) -> None:
+        self._cgroup = containerd.cgroup
+        self._channel = grpc.insecure_channel(f"unix:{containerd.socket}")
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._channel.close()
+
+    def __enter__(self) -> Cri:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def _call(self, service: str, method: str, request: Any, answer: str = "Empty", timeout: float = 120) -> Any:
+        call = self._channel.unary_unary(
+            f"/runtime.v1.{service}/{method}",
+            request_serializer=lambda message: message.SerializeToString(),
+            response_deserializer=SCHEMA[answer].FromString,
+        )
+        try:
+            return call(request, timeout=timeout)
+        except grpc.RpcError as error:
+            raise Failed(f"CRI {method}: {error.code().name}: {error.details()}") from None
+
+    # -- images -------------------------------------------------------------------------------------------------
+
+    def pull(self, ref: str) -> str:
+        """PullImage; the image's id."""
+        request = SCHEMA["PullImageRequest"](image=SCHEMA["ImageSpec"](image=ref))
+        return str(self._call("ImageService", "PullImage", request, "PullImageResponse").image_ref)
+
+    def image(self, ref: str) -> Any:
+        """ImageStatus: an Image, or None where there is none."""
+        request = SCHEMA["ImageStatusRequest"](image=SCHEMA["ImageSpec"](image=ref))
+        answer = self._call("ImageService", "ImageStatus", request, "ImageStatusResponse")
+        return answer.image if answer.HasField("image") else None
+
+    def image_filesystems(self) -> list[Any]:
+        """ImageFsInfo: FilesystemUsage of where images are stored."""
+        return list(self._call("ImageService", "ImageFsInfo", SCHEMA["Empty"](), "ImageFsInfoResponse").image_filesystems)
+
+    def remove_image(self, ref: str) -> None:
+        """RemoveImage; containerd collects what it held some time later."""
+        self._call("ImageService", "RemoveImage", SCHEMA["RemoveImageRequest"](image=SCHEMA["ImageSpec"](image=ref)))
+
+    # -- pods ---------------------------------------------------------------------------------------------------
+
+    def run_pod(self, name: str) -> Pod:
+        """RunPodSandbox with the node's network."""
+        unique = f"weenv-{name}-{secrets.token_hex(4)}"
+        options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
+        config = SCHEMA["PodSandboxConfig"](
+            metadata=SCHEMA["PodSandboxMetadata"](name=unique, uid=unique, namespace="weenv-test"),
+            linux=SCHEMA["LinuxPodSandboxConfig"](
+                cgroup_parent=f"/{self._cgroup}/{unique}",  # kubelet would make and remove it
+                security_context=SCHEMA["LinuxSandboxSecurityContext"](namespace_options=options),
+            ),
+        )
+        answer = self._call("RuntimeService", "RunPodSandbox", SCHEMA["RunPodSandboxRequest"](config=config), "PodSandboxId")
+        return Pod(answer.pod_sandbox_id, config)
+
+    def start_container(self, pod: Pod, ref: str, *command: str) -> str:
+        """CreateContainer and StartContainer; the container's id."""
+        options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
+        config = SCHEMA["ContainerConfig"](
+            metadata=SCHEMA["ContainerMetadata"](name=f"c-{secrets.token_hex(4)}"),
+            image=SCHEMA["ImageSpec"](image=ref),
+            command=command,
+            linux=SCHEMA["LinuxContainerConfig"](
+                security_context=SCHEMA["LinuxContainerSecurityContext"](namespace_options=options)
+            ),
+        )
+        request = SCHEMA["CreateContainerRequest"](pod_sandbox_id=pod.id, config=config, sandbox_config=pod.config)
+        identity = str(self._call("RuntimeService", "CreateContainer", request, "ContainerId").container_id)
+        self._call("RuntimeService", "StartContainer", SCHEMA["ContainerId"](container_id=identity))
+        return identity
+
+    def exec(self, container: str, command: Sequence[str], timeout: int = 60) -> str:
+        """ExecSync; its standard output. Raises Failed where it exits non-zero."""
+        request = SCHEMA["ExecSyncRequest"](container_id=container, cmd=command, timeout=timeout)
+        answer = self._call("RuntimeService", "ExecSync", request, "ExecSyncResponse")
+        if answer.exit_code:
+            raise Failed(f"{command} ended with {answer.exit_code}: {answer.stderr.decode(errors='replace')}")
+        return str(answer.stdout.decode(errors="surrogateescape"))
+
+    def remove_container(self, container: str) -> None:
+        """StopContainer without grace, then RemoveContainer."""
+        self._call("RuntimeService", "StopContainer", SCHEMA["StopContainerRequest"](container_id=container))
+        self._call("RuntimeService", "RemoveContainer", SCHEMA["ContainerId"](container_id=container))
+
+    def remove_pod(self, pod: Pod) -> None:
+        """StopPodSandbox and RemovePodSandbox, with everything in it."""
+        self._call("RuntimeService", "StopPodSandbox", SCHEMA["PodSandboxId"](pod_sandbox_id=pod.id))
+        self._call("RuntimeService", "RemovePodSandbox", SCHEMA["PodSandboxId"](pod_sandbox_id=pod.id))

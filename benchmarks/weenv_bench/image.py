@@ -233,6 +233,8 @@ class Recipe:
     steps: tuple[tuple[str, Callable[[str], None]], ...]
     agent: str
     evaluator_import: str
+    tests: str
+    compile: str
 
 
 def recipe(quick: bool) -> Recipe:
@@ -249,6 +251,9 @@ def recipe(quick: bool) -> Recipe:
         agent="/opt/agent/node_modules/@esbuild/linux-x64/bin/esbuild" if quick
         else "/opt/agent/node_modules/@anthropic-ai/claude-code-linux-x64/claude",
         evaluator_import="import inspect_ai" if quick else "import swebench, inspect_ai",
+        tests="sympy/core/tests/test_basic.py sympy/core/tests/test_expr.py" if quick
+        else "sympy/core/tests sympy/functions/elementary",
+        compile="" if quick else "printf '#include <stdio.h>\nint main(void){puts(\"hi\");return 0;}' >/tmp/a.c && gcc -O2 -o /tmp/a /tmp/a.c && /tmp/a",
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ import asyncio
 import logging
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
@@ -30,6 +30,11 @@ from weenv.registry.policy import (
     retry_delay,
     status_error,
 )
+
+if TYPE_CHECKING:
+    from weenv.registry.manifest import Descriptor
+    from weenv.registry.reference import Reference
+    from weenv.registry.transfer import Transfer
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +83,7 @@ class RegistryClient:
         store = self.credentials or CredentialStore(self.config.docker_config)
         self.auth = Authorizer(self.config, store, self._fetch_token)
         self._session: aiohttp.ClientSession | None = None
+        self._transfer: Transfer | None = None
 
     async def __aenter__(self) -> RegistryClient:
         return self
@@ -89,6 +95,9 @@ class RegistryClient:
 
     async def close(self) -> None:
         """Close all connections."""
+        if self._transfer is not None:
+            self._transfer.close()
+            self._transfer = None
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -229,6 +238,24 @@ class RegistryClient:
             if delay is None:
                 raise UnavailableError(f"{host} gives no token: {last}", retry_after=retry_after)
             await asyncio.sleep(delay)
+
+    @property
+    def transfer(self) -> Transfer:
+        """Whole manifests and blobs, in both directions, through the oras library."""
+        if self._transfer is None:
+            # Imported when first needed: oras and requests take longer to import than a daemon that only reads
+            # ranges takes to start.
+            from weenv.registry.transfer import Transfer
+
+            self._transfer = Transfer(self)
+        return self._transfer
+
+    async def get_manifest(self, reference: Reference) -> tuple[bytes, Descriptor]:
+        """A manifest or index, verified against the reference's digest (or the registry's own, for a tag).
+
+        Raises SourceError, VerificationError, FormatError.
+        """
+        return await self.transfer.pull_manifest(reference)
 
     async def has_blob(self, host: str, repository: str, digest: str) -> int | None:
         """The size of a blob that the repository holds, or None where it does not (a HEAD request)."""

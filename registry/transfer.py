@@ -1,0 +1,329 @@
+"""Whole manifests and blobs, pulled and pushed through the oras library in worker threads.
+
+Blobs stream between file and socket in blocks of a megabyte, whatever their size. A pull that breaks is resumed where it
+stopped; a push that breaks starts over, because an upload session does not survive a failed PUT everywhere. What a call
+has pulled is verified before it returns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
+
+import requests
+import urllib3.exceptions
+
+from weenv.core import digest as digests
+from weenv.core.errors import (
+    NotFoundInSource,
+    SourceError,
+    StorageError,
+    UnavailableError,
+    VerificationError,
+)
+from weenv.registry.auth import scope_of
+from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Descriptor
+from weenv.registry.orasreg import BLOCK, Body, Cancelled, OrasRegistry, Progress, explain
+from weenv.registry.policy import TRANSIENT, parse_retry_after, retry_delay, status_error
+from weenv.registry.reference import Reference
+
+if TYPE_CHECKING:
+    from weenv.registry.client import RegistryClient
+
+T = TypeVar("T")
+BROKEN = (requests.RequestException, urllib3.exceptions.HTTPError, ConnectionError, TimeoutError)
+"""What reading from a broken connection raises."""
+
+
+class Transfer:
+    """Transfers of one :class:`RegistryClient`. ``threads`` bounds how many run at once."""
+
+    def __init__(self, client: RegistryClient, *, threads: int = 8) -> None:
+        self._client = client
+        # Not the loop's own executor: transfers wait for credential look-ups that run there.
+        self._pool = ThreadPoolExecutor(threads, "weenv-transfer")
+        self._registries: dict[tuple[str, str], OrasRegistry] = {}
+
+    def close(self) -> None:
+        """Close all connections. Transfers under way have been awaited or cancelled by then."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        for registry in self._registries.values():
+            registry.session.close()
+        self._registries.clear()
+
+    def _registry(self, host: str, scope: str) -> OrasRegistry:
+        key = (host, scope)
+        if key not in self._registries:
+            client = self._client
+            self._registries[key] = OrasRegistry(host, scope, client.config, client.auth, asyncio.get_running_loop())
+        return self._registries[key]
+
+    async def _run(self, registry: OrasRegistry, work: Callable[[], T]) -> T:
+        cancel = threading.Event()
+
+        def begin() -> T:
+            registry.begin(cancel)
+            return work()
+
+        future = asyncio.get_running_loop().run_in_executor(self._pool, begin)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            cancel.set()
+            # The thread may be writing to a file that the caller is about to remove: let it stop first.
+            with contextlib.suppress(BaseException):
+                await future
+            raise
+
+    # -- pull ---------------------------------------------------------------------------------------------------
+
+    async def pull_manifest(self, reference: Reference) -> tuple[bytes, Descriptor]:
+        """A manifest's or index's bytes and descriptor, verified. Raises SourceError, VerificationError."""
+        registry = self._registry(reference.host, scope_of(reference.repository))
+        return await self._run(registry, lambda: _pull_manifest(registry, reference))
+
+    async def pull_bytes(self, host: str, repository: str, descriptor: Descriptor, limit: int = MAX_MANIFEST) -> bytes:
+        """A small blob (an image config), verified. Raises SourceError, VerificationError."""
+        if descriptor.size > limit:
+            raise SourceError(f"{descriptor.digest} is larger than {limit} bytes")
+        registry = self._registry(host, scope_of(repository))
+        data = bytearray()
+        await self._run(registry, lambda: _pull_blob(registry, repository, descriptor, data.extend, None))
+        return bytes(data)
+
+    async def pull_blob(
+        self, host: str, repository: str, descriptor: Descriptor, path: str, progress: Progress | None = None
+    ) -> None:
+        """A blob into a new file at ``path``, verified; the file is removed where that fails.
+
+        Raises SourceError, VerificationError, StorageError. ``progress`` is called from another thread.
+        """
+        registry = self._registry(host, scope_of(repository))
+
+        def work() -> None:
+            with _new_file(path) as file:
+                _pull_blob(registry, repository, descriptor, file.write, progress)
+
+        try:
+            await self._run(registry, work)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            raise
+
+    # -- push ---------------------------------------------------------------------------------------------------
+
+    async def push_blob(
+        self, host: str, repository: str, descriptor: Descriptor, path: str, *,
+        mount_from: str = "", chunk_size: int = 0, progress: Progress | None = None,
+    ) -> str:  # fmt: skip
+        """A file as a blob. Returns ``exists``, ``mounted`` (from repository ``mount_from``) or ``uploaded``.
+
+        ``chunk_size`` in bytes uploads in PATCH requests of that size, for registries behind proxies that limit a body;
+        0 sends one PUT. Raises SourceError.
+        """
+        scope = scope_of(repository, "pull,push", also_pull=mount_from)
+        registry = self._registry(host, scope)
+        return await self._run(
+            registry, lambda: _push_blob(registry, repository, descriptor, path, mount_from, chunk_size, progress)
+        )
+
+    async def mount_blob(self, host: str, repository: str, descriptor: Descriptor, mount_from: str) -> bool:
+        """True where the blob is in the repository now without being sent: it was there or could be mounted."""
+        registry = self._registry(host, scope_of(repository, "pull,push", also_pull=mount_from))
+
+        def work() -> bool:
+            container = registry.container(repository, descriptor.digest)
+            if registry.blob_exists({"digest": descriptor.digest}, container):
+                return True
+            answer = _start_mount(registry, container, descriptor.digest, mount_from)
+            if answer.status_code == 202:  # not mounted: the session is of no use
+                location = registry._get_location(answer, container)
+                with contextlib.suppress(SourceError):
+                    registry.do_request(location, "DELETE")
+            return answer.status_code == 201
+
+        return await self._run(registry, work)
+
+    async def push_manifest(self, reference: Reference, data: bytes, media_type: str) -> Descriptor:
+        """A manifest or index under the reference's digest, else tag. Raises SourceError, VerificationError."""
+        registry = self._registry(reference.host, scope_of(reference.repository, "pull,push"))
+        return await self._run(registry, lambda: _push_manifest(registry, reference, data, media_type))
+
+
+def _new_file(path: str) -> BinaryIO:
+    try:
+        return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", buffering=0)
+    except OSError as error:
+        raise StorageError(f"cannot create {path}: {error.strerror}", errno=error.errno or 0) from error
+
+
+def _complaint(answer: requests.Response) -> str:
+    """The registry's own words (distribution-spec, "Error Codes"), made fit for one line."""
+    try:
+        error = answer.json()["errors"][0]
+        text = f"{error.get('code', '')}: {error.get('message', '')}"
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError):
+        return ""
+    return " (" + "".join(c if c.isprintable() else "?" for c in text[:200]) + ")"
+
+
+def _fail(registry: OrasRegistry, answer: requests.Response, what: str) -> SourceError:
+    retry_after = parse_retry_after(answer.headers.get("Retry-After"))
+    return status_error(answer.status_code, what + _complaint(answer), registry.host, retry_after)
+
+
+def _pull_manifest(registry: OrasRegistry, reference: Reference) -> tuple[bytes, Descriptor]:
+    url = f"{registry.prefix}://{registry.container(reference.repository, reference.target).manifest_url()}"
+    failures = 0
+    while True:
+        try:
+            with registry.do_request(url, "GET", headers={"Accept": ACCEPT}, stream=True) as answer:
+                if answer.status_code != 200:
+                    raise _fail(registry, answer, str(reference))
+                data = answer.raw.read(MAX_MANIFEST + 1)
+            break
+        except BROKEN as error:
+            failures += 1
+            _wait(registry, failures, f"{registry.host} cannot serve {reference}: {explain(error)}")
+    if len(data) > MAX_MANIFEST:
+        raise SourceError(f"{reference} is larger than {MAX_MANIFEST} bytes")
+    digest = digests.sha256(data)
+    promised = reference.digest or answer.headers.get("Docker-Content-Digest", "")
+    if digests.is_digest(promised) and promised != digest:
+        raise VerificationError(f"the manifest has digest {digest}, expected {promised}", member=str(reference))
+    media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+    return data, Descriptor("" if media_type == "application/json" else media_type, digest, len(data))
+
+
+def _wait(registry: OrasRegistry, failures: int, reason: str, retry_after: float | None = None) -> None:
+    delay = retry_delay(registry.config, failures, retry_after)
+    if delay is None:
+        raise UnavailableError(reason, retry_after=retry_after)
+    if registry.cancel.wait(delay):
+        raise Cancelled
+
+
+def _pull_blob(
+    registry: OrasRegistry, repository: str, descriptor: Descriptor, write: Callable[[memoryview], Any],
+    progress: Progress | None,
+) -> None:  # fmt: skip
+    position, failures, hasher = 0, 0, hashlib.sha256()
+    what = f"{repository}@{descriptor.digest}"
+    give_up = time.monotonic() + registry.config.deadline + descriptor.size / registry.config.min_rate
+    while True:
+        before = position
+        try:
+            with registry.open_stream(repository, descriptor.digest, position) as answer:
+                if answer.status_code not in (200, 206):
+                    raise _fail(registry, answer, what)
+                skip = position if answer.status_code == 200 else 0  # it ignores Range: read on to where we were
+                while chunk := answer.raw.read(BLOCK):
+                    if registry.cancel.is_set():
+                        raise Cancelled
+                    if skip:
+                        chunk, skip = chunk[skip:], max(0, skip - len(chunk))
+                    position += len(chunk)
+                    if position > descriptor.size:
+                        raise VerificationError(f"longer than the {descriptor.size} bytes of its descriptor", member=what)
+                    hasher.update(chunk)
+                    _write(write, chunk)
+                    if progress is not None:
+                        progress(len(chunk))
+                    if time.monotonic() > give_up:
+                        raise UnavailableError(f"{registry.host} is too slow in serving {what}")
+            if position == descriptor.size:
+                break
+            reason = "the answer ended early"
+        except BROKEN as error:
+            reason = explain(error)
+        failures = 1 if position > before else failures + 1
+        _wait(registry, failures, f"{registry.host} cannot serve {what}: {reason}")
+    if "sha256:" + hasher.hexdigest() != descriptor.digest:
+        raise VerificationError("content does not have its digest", member=what)
+
+
+def _write(write: Callable[[memoryview], Any], chunk: bytes) -> None:
+    view = memoryview(chunk)
+    try:
+        while view:
+            done = write(view)
+            view = view[done if isinstance(done, int) else len(view) :]
+    except OSError as error:
+        raise StorageError(f"cannot write: {error.strerror}", errno=error.errno or 0) from error
+
+
+def _start_mount(registry: OrasRegistry, container: Any, digest: str, mount_from: str) -> requests.Response:
+    url = f"{registry.prefix}://{container.upload_blob_url()}?mount={digest}&from={mount_from}"
+    return registry.do_request(url, "POST", headers={"Content-Length": "0"})
+
+
+def _push_blob(
+    registry: OrasRegistry, repository: str, descriptor: Descriptor, path: str, mount_from: str, chunk_size: int,
+    progress: Progress | None,
+) -> str:  # fmt: skip
+    container = registry.container(repository, descriptor.digest)
+    layer = {"digest": descriptor.digest, "size": descriptor.size, "mediaType": descriptor.media_type}
+    what = f"an upload to {repository}"
+    failures = 0
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size != descriptor.size:
+            raise SourceError(f"{path} does not have the {descriptor.size} bytes of its descriptor")
+        body = Body(file, descriptor.size, registry.cancel, progress)
+        while True:
+            retry_after: float | None = None
+            try:
+                if registry.blob_exists(layer, container):
+                    return "exists"
+                answer = None
+                if mount_from and mount_from != repository:
+                    answer = _start_mount(registry, container, descriptor.digest, mount_from)
+                    if answer.status_code == 201:
+                        return "mounted"
+                session = registry._get_location(answer, container) if answer is not None else ""
+                if answer is not None and answer.status_code == 202 and session and not chunk_size:
+                    answer = registry.finish_upload(session, body, layer)
+                elif chunk_size and descriptor.size > chunk_size:
+                    answer = _chunked(registry, path, container, layer, chunk_size)
+                else:
+                    answer = registry.put_upload(body, container, layer)
+                if answer.status_code == 201:
+                    return "uploaded"
+                if answer.status_code not in TRANSIENT and answer.status_code not in (404, 416):
+                    raise _fail(registry, answer, what)
+                reason = f"status {answer.status_code}"
+            except UnavailableError as error:
+                reason, retry_after = error.message, error.retry_after
+            failures += 1
+            _wait(registry, failures, f"{what} failed: {reason}", retry_after)
+
+
+def _chunked(registry: OrasRegistry, path: str, container: Any, layer: dict[str, Any], size: int) -> requests.Response:
+    try:
+        answer: requests.Response = registry.chunked_upload(path, container, layer, chunk_size=size)
+    except ValueError as error:  # oras' way to say that a PATCH was refused
+        raise UnavailableError(f"{registry.host} refused a part of an upload") from error
+    return answer
+
+
+def _push_manifest(registry: OrasRegistry, reference: Reference, data: bytes, media_type: str) -> Descriptor:
+    descriptor = Descriptor(media_type, digests.sha256(data), len(data))
+    if reference.digest and reference.digest != descriptor.digest:
+        raise VerificationError(f"the manifest to push has digest {descriptor.digest}", member=str(reference))
+    url = f"{registry.prefix}://{registry.container(reference.repository, reference.target).manifest_url()}"
+    answer = registry.do_request(url, "PUT", data=data, headers={"Content-Type": media_type})
+    if answer.status_code == 404:
+        raise NotFoundInSource(f"{registry.host} does not take {reference}{_complaint(answer)}")
+    if answer.status_code not in (200, 201):
+        raise _fail(registry, answer, str(reference))
+    stored = answer.headers.get("Docker-Content-Digest", descriptor.digest)
+    if stored != descriptor.digest:
+        raise VerificationError(f"{registry.host} stored the manifest as {stored}", member=str(reference))
+    return descriptor

@@ -103,7 +103,8 @@ class Containerd:
         for folder in ("root", "state", "runc", "cni/bin", "cni/conf", "opt", f"hosts/{self.registry}"):
             os.makedirs(os.path.join(self.home, folder), exist_ok=True)
         with open(os.path.join(self.hosts, self.registry, "hosts.toml"), "w") as file:
-            file.write(f'server = "http://{self.registry}"\n[host."http://{self.registry}"]\ncapabilities = ["pull", "resolve"]\n')
+            url = f"http://{self.registry}"
+            file.write(f'server = "{url}"\n[host."{url}"]\ncapabilities = ["pull", "resolve"]\n')
         path = os.path.join(self.home, "config.toml")
         with open(path, "w") as file:
             file.write(self.config())

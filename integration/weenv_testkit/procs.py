@@ -127,7 +127,7 @@ def run(
         check=False,
     )
     if check and done.returncode:
-        text = (done.stderr + done.stdout).decode(errors="replace").strip()
+        text = (done.stderr.strip() or done.stdout.strip()).decode(errors="replace")
         raise Failed(f"{' '.join(argv)} ended with {done.returncode}: {text[-3000:]}")
     return done.stdout.decode(errors="surrogateescape")
 

@@ -9,12 +9,14 @@
         kind        1 view, 2 active, 3 committed (containerd's numbers)
         created, updated    nanoseconds since 1970
         labels      JSON object
-        ref         chainID, only where this snapshotter committed the snapshot itself (a lazy layer), else ''
+        ref         label containerd.io/snapshot.ref (the chainID), or ''; indexed, because List is asked for it
         layer_id    the lazy layer that is the snapshot's content, or NULL: then <root>/s/<id>/fs is
         size, inodes        usage of an ordinary committed snapshot: bytes, inodes
     layers      one row per lazily mounted layer
         id          short integer, never used twice; names the mount point <root>/m/<id>
         digest, variant     which layer directory, which meta[-<variant>].erofs; unique together
+        attributes  JSON: what the variant gives to implied directories (planes/base.py), so that it can be built again
+        durable     1 once the layer directory is known to be on disk; after a power cut others are checked and rebuilt
         mode        '' never mounted, 'lazy' (device is the blobfs file), 'complete' (device is the plain file)
         device      st_dev of the blobfs mount that a lazy mount reads from; 0 otherwise
     trash       ids of removed snapshots whose directory may still be there
@@ -37,7 +39,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from weenv.core.errors import SnapshotExists, SnapshotInUse, SnapshotNotFound, StorageError
-from weenv.plugin.containerd.types import Kind, SnapshotInfo, now
+from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF, Kind, SnapshotInfo, now
 
 SCHEMA_VERSION = 1
 _PAGE = 500
@@ -47,6 +49,8 @@ CREATE TABLE IF NOT EXISTS layers (
     id INTEGER PRIMARY KEY AUTOINCREMENT,
     digest TEXT NOT NULL,
     variant TEXT NOT NULL,
+    attributes TEXT NOT NULL DEFAULT '[]',
+    durable INTEGER NOT NULL DEFAULT 0,
     mode TEXT NOT NULL DEFAULT '',
     device INTEGER NOT NULL DEFAULT 0,
     UNIQUE (digest, variant)
@@ -73,6 +77,11 @@ CREATE TABLE IF NOT EXISTS trash (id INTEGER PRIMARY KEY) STRICT;
 _COLUMNS = (
     "s.id, s.name, s.parent_id, coalesce(p.name, ''), s.kind, s.created, s.updated,"
     " s.labels, s.ref, s.layer_id, s.size, s.inodes"
+)
+_SELECT_LAYER = "SELECT id, digest, variant, attributes, durable, mode, device FROM layers"
+_UNUSED_LAYERS = (
+    "SELECT id, digest, variant, attributes, durable, mode, device FROM layers l"
+    " WHERE NOT EXISTS (SELECT 1 FROM snapshots s WHERE s.layer_id = l.id)"
 )
 _FROM = "FROM snapshots s LEFT JOIN snapshots p ON p.id = s.parent_id"
 
@@ -106,6 +115,8 @@ class Layer:
     id: int
     digest: str
     variant: str
+    attributes: str
+    durable: int
     mode: str
     device: int
 
@@ -209,13 +220,13 @@ class Metastore:
 
     def find_ref(self, ref: str, parent: str) -> Snapshot | None:
         """The lazy snapshot that is chainID ``ref`` on top of the snapshot called ``parent``, or None."""
-        query = f"SELECT {_COLUMNS} {_FROM} WHERE s.ref = ? AND coalesce(p.name, '') = ?"
+        query = f"SELECT {_COLUMNS} {_FROM} WHERE s.ref = ? AND coalesce(p.name, '') = ? AND s.layer_id IS NOT NULL"
         row = self._db.execute(query, (ref, parent)).fetchone()
         return _snapshot(row) if row else None
 
-    def refs(self, ref: str) -> list[Snapshot]:
-        """All lazy snapshots of chainID ``ref``."""
-        rows = self._db.execute(f"SELECT {_COLUMNS} {_FROM} WHERE s.ref = ?", (ref,))
+    def with_ref(self, ref: str) -> list[Snapshot]:
+        """All snapshots of any kind with label ``containerd.io/snapshot.ref`` equal to ``ref``, which is not empty."""
+        rows = self._db.execute(f"SELECT {_COLUMNS} {_FROM} WHERE s.ref = ? AND s.ref <> ''", (ref,))
         return [_snapshot(row) for row in rows]
 
     def chain(self, snapshot_id: int) -> list[tuple[int, int | None]]:
@@ -238,7 +249,6 @@ class Metastore:
         labels: Mapping[str, str],
         *,
         snapshot_id: int | None = None,
-        ref: str = "",
         layer_id: int | None = None,
     ) -> int:
         """Insert a snapshot and return its id. Raises :class:`SnapshotExists` where the name is taken."""
@@ -248,7 +258,17 @@ class Metastore:
             self._db.execute(
                 "INSERT INTO snapshots (id, name, parent_id, kind, created, updated, labels, ref, layer_id)"
                 " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
-                (number, name, parent_id, int(kind), stamp, stamp, _labels(labels), ref, layer_id),
+                (
+                    number,
+                    name,
+                    parent_id,
+                    int(kind),
+                    stamp,
+                    stamp,
+                    _labels(labels),
+                    labels.get(LABEL_SNAPSHOT_REF, ""),
+                    layer_id,
+                ),
             )
         except sqlite3.IntegrityError as error:
             if "snapshots.name" in str(error):
@@ -264,9 +284,9 @@ class Metastore:
         stamp = now()
         try:
             done = self._db.execute(
-                "UPDATE snapshots SET name = ?, kind = 3, created = ?, updated = ?, labels = ?, size = ?, inodes = ?"
+                "UPDATE snapshots SET name = ?, kind = 3, created = ?, updated = ?, labels = ?, ref = ?, size = ?, inodes = ?"
                 " WHERE id = ? AND kind = 2",
-                (name, stamp, stamp, _labels(labels), size, inodes, snapshot.id),
+                (name, stamp, stamp, _labels(labels), labels.get(LABEL_SNAPSHOT_REF, ""), size, inodes, snapshot.id),
             )
         except sqlite3.IntegrityError as error:
             raise SnapshotExists(f"snapshot {name!r} exists already") from error
@@ -275,7 +295,10 @@ class Metastore:
 
     def set_labels(self, snapshot: Snapshot, labels: Mapping[str, str]) -> Snapshot:
         """Replace the labels of a snapshot; returns it as it is now."""
-        self._db.execute("UPDATE snapshots SET labels = ?, updated = ? WHERE id = ?", (_labels(labels), now(), snapshot.id))
+        self._db.execute(
+            "UPDATE snapshots SET labels = ?, ref = ?, updated = ? WHERE id = ?",
+            (_labels(labels), labels.get(LABEL_SNAPSHOT_REF, ""), now(), snapshot.id),
+        )
         return self.get(snapshot.name)
 
     def remove(self, snapshot: Snapshot) -> None:
@@ -324,32 +347,33 @@ class Metastore:
 
     def layers(self) -> list[Layer]:
         """All lazy layers."""
-        return [Layer(*row) for row in self._db.execute("SELECT id, digest, variant, mode, device FROM layers ORDER BY id")]
+        return [Layer(*row) for row in self._db.execute(_SELECT_LAYER + " ORDER BY id")]
 
-    def layer(self, digest: str, variant: str) -> Layer:
+    def layer(self, digest: str, variant: str, attributes: str = "[]") -> Layer:
         """The row of a layer's variant, made where there is none."""
-        query = "SELECT id, digest, variant, mode, device FROM layers WHERE digest = ? AND variant = ?"
+        query = _SELECT_LAYER + " WHERE digest = ? AND variant = ?"
         row = self._db.execute(query, (digest, variant)).fetchone()
         if row is None:
-            self._db.execute("INSERT INTO layers (digest, variant) VALUES (?, ?)", (digest, variant))
+            self._db.execute("INSERT INTO layers (digest, variant, attributes) VALUES (?, ?, ?)", (digest, variant, attributes))
             row = self._db.execute(query, (digest, variant)).fetchone()
         return Layer(*row)
 
     def layer_by_id(self, layer_id: int) -> Layer | None:
         """The layer with that id, or None."""
-        row = self._db.execute("SELECT id, digest, variant, mode, device FROM layers WHERE id = ?", (layer_id,)).fetchone()
+        row = self._db.execute(_SELECT_LAYER + " WHERE id = ?", (layer_id,)).fetchone()
         return Layer(*row) if row else None
 
     def set_layer_mode(self, layer_id: int, mode: str, device: int) -> None:
         """Remember how a layer is mounted."""
         self._db.execute("UPDATE layers SET mode = ?, device = ? WHERE id = ?", (mode, device, layer_id))
 
+    def set_layer_durable(self, layer_id: int) -> None:
+        """The layer's files are on disk."""
+        self._db.execute("UPDATE layers SET durable = 1 WHERE id = ?", (layer_id,))
+
     def unused_layers(self) -> list[Layer]:
         """Layers that no snapshot refers to."""
-        rows = self._db.execute(
-            "SELECT id, digest, variant, mode, device FROM layers l"
-            " WHERE NOT EXISTS (SELECT 1 FROM snapshots s WHERE s.layer_id = l.id)"
-        )
+        rows = self._db.execute(_UNUSED_LAYERS)
         return [Layer(*row) for row in rows]
 
     def forget_layer(self, layer_id: int) -> bool:

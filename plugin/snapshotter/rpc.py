@@ -1,0 +1,232 @@
+"""snapshots.v1 over grpc.aio: messages in, messages out, errors translated once.
+
+The handlers are generic ones over the schema of ``weenv.plugin.containerd.schema``. Errors become statuses by
+:data:`STATUS`, the nearest class in the error tree decides; containerd acts on ALREADY_EXISTS, NOT_FOUND and
+FAILED_PRECONDITION (its pkg/errgrpc), the rest is for people.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sqlite3
+import stat
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from weenv.core import errors
+from weenv.plugin.containerd.schema import EMPTY, SCHEMA, SNAPSHOTS_METHODS, SNAPSHOTS_SERVICE
+from weenv.plugin.containerd.types import NAMESPACE_HEADER, Mount, SnapshotInfo
+from weenv.plugin.snapshotter.metrics import Metrics
+from weenv.plugin.snapshotter.service import Snapshotter
+
+log = logging.getLogger(__name__)
+
+MAX_MESSAGE = 16 << 20
+"""Largest message taken, bytes: containerd's own limit."""
+
+STATUS: dict[type[Exception], grpc.StatusCode] = {
+    errors.SnapshotNotFound: grpc.StatusCode.NOT_FOUND,
+    errors.SnapshotExists: grpc.StatusCode.ALREADY_EXISTS,
+    errors.SnapshotInUse: grpc.StatusCode.FAILED_PRECONDITION,
+    errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.BadReference: grpc.StatusCode.INVALID_ARGUMENT,
+    errors.UnauthorizedError: grpc.StatusCode.PERMISSION_DENIED,
+    errors.SourceError: grpc.StatusCode.UNAVAILABLE,
+    errors.VerificationError: grpc.StatusCode.DATA_LOSS,
+    errors.FormatError: grpc.StatusCode.DATA_LOSS,
+    errors.MountError: grpc.StatusCode.UNAVAILABLE,
+    errors.StorageError: grpc.StatusCode.INTERNAL,
+    errors.WeenvError: grpc.StatusCode.INTERNAL,
+    sqlite3.Error: grpc.StatusCode.INTERNAL,
+    OSError: grpc.StatusCode.INTERNAL,
+}
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """Status and one-line text of an error."""
+    text = error.message if isinstance(error, errors.WeenvError) else str(error)
+    if isinstance(error, errors.WeenvError) and error.hint:
+        text += f" ({error.hint})"
+    text = " ".join(text.split())
+    number = getattr(error, "errno", None)
+    if number in _FULL or (isinstance(error, sqlite3.OperationalError) and "full" in str(error)):
+        return grpc.StatusCode.RESOURCE_EXHAUSTED, text
+    for kind in type(error).__mro__:
+        if kind in STATUS:
+            return STATUS[kind], text
+    return grpc.StatusCode.INTERNAL, f"internal error: {type(error).__name__}: {text}"
+
+
+_EXPECTED = (errors.SnapshotError,)
+_MOUNT: Any = SCHEMA["Mount"]
+
+
+def _mounts(answer: Any, mounts: list[Mount]) -> Any:
+    return answer(mounts=[_MOUNT(type=m.type, source=m.source, target=m.target, options=m.options) for m in mounts])
+
+
+class Handlers:
+    """One method per request; each takes a message and gives a message."""
+
+    def __init__(self, core: Snapshotter) -> None:
+        self.core = core
+
+    async def prepare(self, request: Any) -> Any:
+        """Prepare."""
+        mounts = await self.core.prepare(request.key, request.parent, dict(request.labels))
+        return _mounts(SCHEMA["PrepareSnapshotResponse"], mounts)
+
+    async def view(self, request: Any) -> Any:
+        """View."""
+        mounts = await self.core.view(request.key, request.parent, dict(request.labels))
+        return _mounts(SCHEMA["ViewSnapshotResponse"], mounts)
+
+    async def mounts(self, request: Any) -> Any:
+        """Mounts."""
+        return _mounts(SCHEMA["MountsResponse"], await self.core.mounts(request.key))
+
+    async def commit(self, request: Any) -> Any:
+        """Commit."""
+        await self.core.commit(request.name, request.key, dict(request.labels))
+        return EMPTY()
+
+    async def remove(self, request: Any) -> Any:
+        """Remove."""
+        await self.core.remove(request.key)
+        return EMPTY()
+
+    async def stat(self, request: Any) -> Any:
+        """Stat."""
+        return SCHEMA["StatSnapshotResponse"](info=(await self.core.stat(request.key)).to_proto())
+
+    async def update(self, request: Any) -> Any:
+        """Update."""
+        wanted = SnapshotInfo.from_proto(request.info)
+        info = await self.core.update(wanted.name, wanted.labels, list(request.update_mask.paths))
+        return SCHEMA["UpdateSnapshotResponse"](info=info.to_proto())
+
+    async def usage(self, request: Any) -> Any:
+        """Usage."""
+        usage = await self.core.usage(request.key)
+        return SCHEMA["UsageResponse"](size=usage.size, inodes=usage.inodes)
+
+    async def cleanup(self, _request: Any) -> Any:
+        """Cleanup."""
+        await self.core.cleanup()
+        return EMPTY()
+
+    async def list(self, request: Any) -> AsyncIterator[Any]:
+        """List: messages of at most 100 snapshots."""
+        async for block in self.core.list(list(request.filters)):
+            yield SCHEMA["ListSnapshotsResponse"](info=[info.to_proto() for info in block])
+
+
+def _namespace(context: grpc.aio.ServicerContext) -> str:
+    for key, value in context.invocation_metadata() or ():
+        if key == NAMESPACE_HEADER:
+            return value if isinstance(value, str) else value.decode("utf-8", "replace")
+    return ""
+
+
+def _report(method: str, error: Exception, context: grpc.aio.ServicerContext, request: Any) -> tuple[grpc.StatusCode, str]:
+    code, text = status_of(error)
+    if not isinstance(error, _EXPECTED):
+        extra = {"method": method, "code": code.name, "namespace": _namespace(context), "key": getattr(request, "key", "")}
+        unexpected = not isinstance(error, (errors.WeenvError, OSError, sqlite3.Error))
+        log.error("request failed: %s", text, extra=extra, exc_info=error if unexpected else None)
+    return code, text
+
+
+def _unary(
+    method: str, work: Callable[[Any], Awaitable[Any]], metrics: Metrics
+) -> Callable[[Any, grpc.aio.ServicerContext], Awaitable[Any]]:
+    seconds = metrics.request_seconds.labels(method=method)
+
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
+        begin = time.perf_counter()
+        try:
+            return await work(request)
+        except Exception as error:  # noqa: BLE001 (the seam: whatever it is becomes a status)
+            code, text = _report(method, error, context, request)
+            metrics.request_errors.labels(method=method, code=code.name).inc()
+        finally:
+            seconds.observe(time.perf_counter() - begin)
+        return await context.abort(code, text)
+
+    return handle
+
+
+def _streaming(
+    method: str, work: Callable[[Any], AsyncIterator[Any]], metrics: Metrics
+) -> Callable[[Any, grpc.aio.ServicerContext], AsyncIterator[Any]]:
+    async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+        try:
+            async for message in work(request):
+                yield message
+            return
+        except Exception as error:  # noqa: BLE001 (the seam: whatever it is becomes a status)
+            code, text = _report(method, error, context, request)
+            metrics.request_errors.labels(method=method, code=code.name).inc()
+        await context.abort(code, text)
+
+    return handle
+
+
+def make_server(core: Snapshotter, metrics: Metrics) -> grpc.aio.Server:
+    """A gRPC server with the service; nothing is listening yet."""
+    handlers = Handlers(core)
+    methods: dict[str, grpc.RpcMethodHandler] = {}
+    for method, (request, answer) in SNAPSHOTS_METHODS.items():
+        work = getattr(handlers, method.lower())
+        serialise = {"request_deserializer": SCHEMA[request].FromString, "response_serializer": _serialise}
+        if method == "List":
+            methods[method] = grpc.unary_stream_rpc_method_handler(_streaming(method, work, metrics), **serialise)
+        else:
+            methods[method] = grpc.unary_unary_rpc_method_handler(_unary(method, work, metrics), **serialise)
+        assert SCHEMA[answer] is not None
+    server = grpc.aio.server(
+        options=[
+            ("grpc.max_send_message_length", MAX_MESSAGE),
+            ("grpc.max_receive_message_length", MAX_MESSAGE),
+            ("grpc.so_reuseport", 0),
+        ]
+    )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SNAPSHOTS_SERVICE, methods),))
+    return server
+
+
+def _serialise(message: Any) -> bytes:
+    data: bytes = message.SerializeToString()
+    return data
+
+
+def listen(server: grpc.aio.Server, path: str) -> None:
+    """Bind the server to a unix socket of mode 0600 at ``path``, replacing a dead one.
+
+    The caller holds the lock that makes it the only instance. Raises :class:`~weenv.core.errors.ConfigError`.
+    """
+    if len(os.fsencode(path)) > 107:
+        raise errors.ConfigError(f"socket path is longer than 107 bytes: {path}", hint="use a shorter run directory")
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise errors.ConfigError(f"{path} exists and is no socket")
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    before = os.umask(0o177)
+    try:
+        if server.add_insecure_port("unix:" + path) == 0:
+            raise errors.ConfigError(f"cannot listen on {path}")
+    except RuntimeError as error:
+        raise errors.ConfigError(f"cannot listen on {path}: {error}") from error
+    finally:
+        os.umask(before)
+    os.chmod(path, 0o600)

@@ -1,0 +1,435 @@
+"""The protocol core: what each request of snapshots.v1 does, without gRPC.
+
+Snapshots go through these states; a request that finds another state is refused (:data:`TRANSITIONS`):
+
+=========  ==========  ===========  ================================================================
+request    from        to           what happens
+=========  ==========  ===========  ================================================================
+Prepare    -           active       directory <root>/s/<id> with ``fs`` and ``work``
+Prepare    -           committed    label snapshot.ref, and the layer is lazy: mounted, committed, ALREADY_EXISTS
+View       -           view         nothing but a row (an empty ``fs`` without parent)
+Commit     active      committed    new name, new labels, usage measured
+Remove     any         -            a row less; directory or mount go in Cleanup
+=========  ==========  ===========  ================================================================
+
+Whatever decides is synchronous: between the look-up and the write of a row there is no ``await``, so two requests cannot
+come between each other, and a request cancelled at any ``await`` has changed nothing, or has made a row that containerd
+finds with List and collects. Semantics and error kinds are those of containerd's overlayfs snapshotter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Protocol
+
+from weenv.core.aio import SingleFlight
+from weenv.core.errors import InvalidRequest, SnapshotExists, SnapshotInUse, SnapshotNotFound, StorageError, UnavailableError
+from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF, Kind, Mount, SnapshotInfo, Usage
+from weenv.plugin.snapshotter import disk
+from weenv.plugin.snapshotter.filters import compile_filters
+from weenv.plugin.snapshotter.metastore import Metastore, Snapshot
+from weenv.plugin.snapshotter.mounts import bind_mount, overlay_mount, overlay_options
+
+log = logging.getLogger(__name__)
+
+LABEL_UID_MAPPING = "containerd.io/snapshot/uidmapping"
+LABEL_GID_MAPPING = "containerd.io/snapshot/gidmapping"
+
+TRANSITIONS: dict[tuple[str, Kind | None], Kind | None] = {
+    ("Prepare", None): Kind.ACTIVE,
+    ("Resolve", None): Kind.COMMITTED,
+    ("View", None): Kind.VIEW,
+    ("Commit", Kind.ACTIVE): Kind.COMMITTED,
+    ("Remove", Kind.ACTIVE): None,
+    ("Remove", Kind.VIEW): None,
+    ("Remove", Kind.COMMITTED): None,
+}
+"""(request, state) -> state; None is "no such snapshot". ``Resolve`` is a Prepare that is answered lazily."""
+
+_CHAINS = 1024
+"""Lower chains kept ready; one of 127 layers takes about 5 kB."""
+_USAGE_TTL = 5.0
+"""Seconds for which the measured usage of an active snapshot is repeated; CRI asks every 10 s for each."""
+
+
+class LazyLayers(Protocol):
+    """What the core needs of lazy layers; ids are those of table ``layers``."""
+
+    def attached(self, layer_ids: Collection[int]) -> bool:
+        """True where all of them are mounted; does not block."""
+
+    async def ensure(self, layer_ids: Collection[int]) -> None:
+        """Mount those that are not. Raises UnavailableError or MountError."""
+
+    def path(self, layer_id: int) -> str:
+        """Where a layer is, or will be, mounted."""
+
+    def usage(self, layer_id: int) -> Usage:
+        """Bytes and inodes that the layer takes on this node's disk."""
+
+    def resolve(
+        self, labels: Mapping[str, str], key: str, lowers: Sequence[str]
+    ) -> contextlib.AbstractAsyncContextManager[int | None]:
+        """Make the layer that ``labels`` describe ready on top of ``lowers`` (directories, top first).
+
+        Gives its id, and keeps it from being swept within the block; None where the snapshot is to be an ordinary one,
+        which has been logged and counted.
+        """
+
+    async def sweep(self) -> None:
+        """Unmount and delete layers that no snapshot uses."""
+
+
+class NoLazyLayers:
+    """No lazy layers at all: a plain overlay snapshotter."""
+
+    def attached(self, layer_ids: Collection[int]) -> bool:
+        """True without layers."""
+        return not layer_ids
+
+    async def ensure(self, layer_ids: Collection[int]) -> None:
+        """Raises UnavailableError where there are layers."""
+        if layer_ids:
+            raise UnavailableError("lazy layers are switched off")
+
+    def path(self, layer_id: int) -> str:
+        """Never asked for."""
+        raise UnavailableError("lazy layers are switched off")
+
+    def usage(self, layer_id: int) -> Usage:
+        """Nothing."""
+        return Usage()
+
+    @contextlib.asynccontextmanager
+    async def resolve(self, labels: Mapping[str, str], key: str, lowers: Sequence[str]) -> AsyncIterator[int | None]:
+        """Everything is ordinary."""
+        yield None
+
+    async def sweep(self) -> None:
+        """Nothing to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Lower:
+    """The directories below a snapshot that sits on some committed one: paths (top first), joined, lazy layer ids."""
+
+    paths: tuple[str, ...]
+    joined: str
+    layers: frozenset[int]
+
+
+class Snapshotter:
+    """The ten requests, for one root directory. All methods belong to one event loop."""
+
+    def __init__(
+        self, root: str, store: Metastore, layers: LazyLayers | None = None, *, mount_options: Sequence[str] = ()
+    ) -> None:
+        self.root = root
+        self.store = store
+        self.layers: LazyLayers = NoLazyLayers() if layers is None else layers
+        self.directory = os.path.join(root, "s")
+        self._options = (*overlay_options(), *mount_options)
+        self._chains: OrderedDict[int, _Lower] = OrderedDict()
+        self._usages: dict[int, tuple[float, Usage]] = {}
+        self._measuring: SingleFlight[int, Usage] = SingleFlight()
+        self._walkers = ThreadPoolExecutor(2, thread_name_prefix="walk")
+        self._cleaning = asyncio.Lock()
+        self.on_remove: Callable[[], None] = lambda: None
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+
+    def close(self) -> None:
+        """Stop the helper threads. Nothing is unmounted and nothing deleted."""
+        self._walkers.shutdown(wait=False, cancel_futures=True)
+
+    # paths
+
+    def _path(self, number: int, part: str) -> str:
+        return f"{self.directory}/{number}/{part}"
+
+    def _lower(self, base: Snapshot) -> _Lower:
+        """The chain below a snapshot on top of ``base``; committed chains never change, so it is kept."""
+        known = self._chains.get(base.id)
+        if known is not None:
+            self._chains.move_to_end(base.id)
+            return known
+        paths: list[str] = []
+        layers: set[int] = set()
+        for number, layer_id in self.store.chain(base.id):
+            if layer_id is None:
+                paths.append(self._path(number, "fs"))
+            else:
+                paths.append(self.layers.path(layer_id))
+                layers.add(layer_id)
+        lower = _Lower(tuple(paths), ":".join(paths), frozenset(layers))
+        self._chains[base.id] = lower
+        if len(self._chains) > _CHAINS:
+            self._chains.popitem(last=False)
+        return lower
+
+    def _base(self, parent: str) -> Snapshot | None:
+        """The committed snapshot called ``parent``; None where there is no parent."""
+        if not parent:
+            return None
+        base = self.store.find(parent)
+        if base is None:
+            raise SnapshotNotFound(f"parent snapshot {parent!r} does not exist")
+        if base.kind is not Kind.COMMITTED:
+            raise InvalidRequest(f"parent snapshot {parent!r} is not committed")
+        return base
+
+    async def _ready(self, parent: str) -> tuple[Snapshot | None, _Lower | None]:
+        """Parent and chain with everything mounted; both read after the last ``await``."""
+        for _ in range(3):
+            base = self._base(parent)
+            if base is None:
+                return None, None
+            lower = self._lower(base)
+            if self.layers.attached(lower.layers):
+                return base, lower
+            await self.layers.ensure(lower.layers)
+        raise UnavailableError(f"the layers below {parent!r} do not stay mounted")
+
+    def _describe(self, kind: Kind, number: int, lower: _Lower | None) -> list[Mount]:
+        if lower is None:
+            return [bind_mount(self._path(number, "fs"), writable=kind is Kind.ACTIVE)]
+        if kind is Kind.ACTIVE:
+            upper, work = self._path(number, "fs"), self._path(number, "work")
+            return [overlay_mount(lower.joined, self._options, upper=upper, work=work)]
+        if len(lower.paths) == 1:
+            return [bind_mount(lower.paths[0], writable=False)]
+        return [overlay_mount(lower.joined, self._options)]
+
+    # requests
+
+    async def prepare(self, key: str, parent: str, labels: Mapping[str, str]) -> list[Mount]:
+        """A writable snapshot; or the lazy layer that ``labels`` ask for, then :class:`SnapshotExists` is raised."""
+        target = labels.get(LABEL_SNAPSHOT_REF, "")
+        base, lower = await self._ready(parent)
+        if target:
+            if self.store.find_ref(target, parent) is not None:
+                raise SnapshotExists(f"target snapshot {target!r} is there already")
+            async with self.layers.resolve(labels, key, lower.paths if lower else ()) as layer_id:
+                if layer_id is not None:
+                    self._commit_lazy(target, parent, labels, layer_id)
+                    raise SnapshotExists(f"target snapshot {target!r} is mounted lazily")
+            base, lower = await self._ready(parent)
+        elif not labels and " sha256:" in key:
+            async with self.layers.resolve(labels, key, lower.paths if lower else ()):
+                pass  # only to be told of: a client that unpacks without saying what
+        return self._create(Kind.ACTIVE, key, base, lower, labels)
+
+    def _commit_lazy(self, target: str, parent: str, labels: Mapping[str, str], layer_id: int) -> None:
+        """Add the committed snapshot of a lazy layer, unless somebody did meanwhile. No ``await`` in here.
+
+        It is called by its chainID, which is what another namespace asks for; the same chainID on another parent (one
+        namespace unpacked the layers below, another has them lazily) gets a name of its own.
+        """
+        if self.store.find_ref(target, parent) is not None:
+            return
+        base = self._base(parent)
+        number = self.store.reserve()
+        name = target if self.store.find(target) is None else f"{target}@{number}"
+        kept = dict(labels)
+        kept[LABEL_SNAPSHOT_REF] = target
+        self.store.add(Kind.COMMITTED, name, None if base is None else base.id, kept, snapshot_id=number, layer_id=layer_id)
+
+    async def view(self, key: str, parent: str, labels: Mapping[str, str]) -> list[Mount]:
+        """A read-only snapshot of ``parent``."""
+        base, lower = await self._ready(parent)
+        return self._create(Kind.VIEW, key, base, lower, labels)
+
+    def _create(
+        self, kind: Kind, key: str, base: Snapshot | None, lower: _Lower | None, labels: Mapping[str, str]
+    ) -> list[Mount]:
+        if not key:
+            raise InvalidRequest("a snapshot needs a key")
+        number = self.store.reserve()
+        made = kind is Kind.ACTIVE or lower is None
+        try:
+            if made:
+                self._make_directory(number, kind, lower, labels)
+            self.store.add(kind, key, None if base is None else base.id, labels, snapshot_id=number)
+        except BaseException:
+            if made:
+                shutil.rmtree(f"{self.directory}/{number}", ignore_errors=True)
+            raise
+        return self._describe(kind, number, lower)
+
+    def _make_directory(self, number: int, kind: Kind, lower: _Lower | None, labels: Mapping[str, str]) -> None:
+        home = f"{self.directory}/{number}"
+        try:
+            owner = self._owner(lower, labels)
+            os.mkdir(home, 0o700)
+            os.mkdir(home + "/fs", 0o755)
+            if kind is Kind.ACTIVE:
+                os.mkdir(home + "/work", 0o711)
+            if owner not in (None, (0, 0)):
+                os.chown(home + "/fs", *owner, follow_symlinks=False)
+        except OSError as error:
+            raise StorageError(f"cannot make {home}: {error.strerror}", errno=error.errno or 0) from error
+
+    @staticmethod
+    def _owner(lower: _Lower | None, labels: Mapping[str, str]) -> tuple[int, int] | None:
+        """Who owns the new root: the container's root where ids are mapped, else who owns the parent's."""
+        uids, gids = labels.get(LABEL_UID_MAPPING), labels.get(LABEL_GID_MAPPING)
+        if uids or gids:
+            return _mapped_root(uids or ""), _mapped_root(gids or "")
+        if lower is None:
+            return None
+        try:
+            status = os.stat(lower.paths[0])
+        except OSError as error:
+            raise UnavailableError(
+                f"the parent's files are gone: {error.strerror}", hint="remove the image and pull it again"
+            ) from error
+        return status.st_uid, status.st_gid
+
+    async def mounts(self, key: str) -> list[Mount]:
+        """How to mount an active snapshot or view."""
+        snapshot = self.store.get(key)
+        if snapshot.kind is Kind.COMMITTED:
+            raise SnapshotInUse(f"snapshot {key!r} is committed, not active")
+        _, lower = await self._ready(snapshot.parent)
+        return self._describe(snapshot.kind, snapshot.id, lower)
+
+    async def commit(self, name: str, key: str, labels: Mapping[str, str]) -> None:
+        """Turn the active snapshot ``key`` into the committed one called ``name``."""
+        if not name:
+            raise InvalidRequest("a committed snapshot needs a name")
+        if self.store.find(name) is not None:
+            raise SnapshotExists(f"snapshot {name!r} exists already")
+        snapshot = self.store.get(key)
+        if ("Commit", snapshot.kind) not in TRANSITIONS:
+            raise SnapshotInUse(f"snapshot {key!r} is not active")
+        usage = await self._walk(snapshot.id)
+        self.store.commit(snapshot, name, labels, usage.size, usage.inodes)
+        self._usages.pop(snapshot.id, None)
+
+    async def remove(self, key: str) -> None:
+        """Forget a snapshot; what it leaves behind goes in :meth:`cleanup`."""
+        snapshot = self.store.get(key)
+        self.store.remove(snapshot)
+        self._usages.pop(snapshot.id, None)
+        self._chains.pop(snapshot.id, None)
+        self.on_remove()
+
+    async def stat(self, key: str) -> SnapshotInfo:
+        """What is known of a snapshot."""
+        return self.store.get(key).info()
+
+    async def update(self, name: str, labels: Mapping[str, str], fields: Sequence[str]) -> SnapshotInfo:
+        """Change labels: all of them, or those that ``fields`` (``labels``, ``labels.<name>``) select."""
+        snapshot = self.store.get(name)
+        wanted = dict(snapshot.labels)
+        for field in fields or ("labels",):
+            if field == "labels":
+                wanted = dict(labels)
+            elif field.startswith("labels."):
+                wanted[field[7:]] = labels.get(field[7:], "")
+            else:
+                raise InvalidRequest(f"cannot update field {field!r} of a snapshot")
+        kept = {label: value for label, value in wanted.items() if value}
+        if snapshot.layer_id is not None:
+            kept[LABEL_SNAPSHOT_REF] = snapshot.ref  # what the snapshot is does not change
+        return self.store.set_labels(snapshot, kept).info()
+
+    async def list(self, filters: Sequence[str]) -> AsyncIterator[list[SnapshotInfo]]:
+        """The snapshots that match any of ``filters``, in blocks of at most 100."""
+        matches = compile_filters(filters)
+        name, ref = matches.required(("name",)), matches.required(("labels", LABEL_SNAPSHOT_REF))
+        ref = ref or matches.required(("labels", *LABEL_SNAPSHOT_REF.split(".")))
+        if name is not None:
+            found = self.store.find(name)
+            pages = iter([[found] if found else []])
+        elif ref:
+            pages = iter([self.store.with_ref(ref)])
+        else:
+            pages = self.store.walk()
+        for page in pages:
+            infos = [info for info in (snapshot.info() for snapshot in page) if matches(info)]
+            for start in range(0, len(infos), 100):
+                yield infos[start : start + 100]
+
+    async def usage(self, key: str) -> Usage:
+        """Disk used by a snapshot itself, without its parents."""
+        snapshot = self.store.get(key)
+        if snapshot.kind is Kind.VIEW:
+            return Usage()
+        if snapshot.kind is Kind.COMMITTED:
+            if snapshot.layer_id is not None:
+                return self.layers.usage(snapshot.layer_id)
+            return Usage(snapshot.size, snapshot.inodes)
+        at, usage = self._usages.get(snapshot.id, (0.0, Usage()))
+        if time.monotonic() - at > _USAGE_TTL or not at:
+            usage = await self._measure(snapshot.id)
+            if self.store.find(key) is not None:
+                self._usages[snapshot.id] = (time.monotonic(), usage)
+        return usage
+
+    async def _walk(self, number: int) -> Usage:
+        """Measure an upper directory in a thread."""
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._walkers, disk.usage, self._path(number, "fs"))
+        except OSError as error:
+            raise StorageError(f"cannot measure snapshot: {error.strerror}", errno=error.errno or 0) from error
+
+    async def _measure(self, number: int) -> Usage:
+        """The same, once for all who ask meanwhile."""
+        return await self._measuring.do(number, lambda: self._walk(number))
+
+    async def cleanup(self) -> None:
+        """Delete what removed snapshots left: directories, then layers that nobody uses."""
+        async with self._cleaning:
+            ids = self.store.trash()
+            if ids:
+                paths = [f"{self.directory}/{number}" for number in ids]
+                await asyncio.get_running_loop().run_in_executor(self._walkers, disk.delete_trees, paths)
+                self.store.forget_trash(ids)
+            await self.layers.sweep()
+
+    # start
+
+    def recover(self) -> None:
+        """Square the metastore with the directories; called once, before the first request."""
+        known = self.store.ids()
+        strays: list[int] = []
+        for name in os.listdir(self.directory):
+            if not name.isdigit():
+                log.warning("unexpected entry in the snapshot directory", extra={"path": f"{self.directory}/{name}"})
+                continue
+            self.store.skip_ids(int(name))
+            if int(name) not in known:
+                strays.append(int(name))
+        if strays:
+            log.info("removing directories of snapshots that were never finished", extra={"count": len(strays)})
+            self.store.add_trash(strays)
+        missing = 0
+        for page in self.store.walk():
+            for snapshot in page:
+                needs = snapshot.layer_id is None and (snapshot.kind is not Kind.VIEW or snapshot.parent_id is None)
+                if needs and not os.path.isdir(self._path(snapshot.id, "fs")):
+                    missing += 1
+                    log.error("the files of a snapshot are gone", extra={"snapshot": snapshot.name, "id": snapshot.id})
+        if missing:
+            log.error("remove and pull the images of these snapshots again", extra={"count": missing})
+
+
+def _mapped_root(mapping: str) -> int:
+    """The host id of container id 0 in ``<container>:<host>:<length>[,...]``."""
+    for part in mapping.split(","):
+        numbers = part.split(":")
+        if len(numbers) == 3 and all(number.isdigit() for number in numbers):
+            inside, outside, length = (int(number) for number in numbers)
+            if inside == 0 and length > 0 and outside < 1 << 32:
+                return outside
+    raise InvalidRequest(f"id mapping {mapping[:200]!r} does not map id 0")

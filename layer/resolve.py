@@ -1,0 +1,167 @@
+"""The tree while it grows, and the resolution of member paths within it.
+
+containerd resolves a member's parent with continuity's ``fs.RootPath`` (containerd/continuity fs/path.go): symlinks are
+followed within the root, an absolute target begins at the root, ``..`` ends there, and a missing component is taken as it is.
+It works on the path's text, pass by pass, so ``..`` is lexical in places where a kernel's would be physical; that is
+reproduced, because it decides where a file ends up.
+"""
+
+from __future__ import annotations
+
+from weenv.core.errors import FormatError
+from weenv.layer.tarscan import Member, show
+from weenv.layer.toc import DIRECTORY, NO_DATA, SYMLINK
+
+_MAX_LINKS = 255
+"""Symlinks in one path that continuity follows."""
+_KERNEL_LINKS = 40
+"""Symlinks in one path that Linux follows (MAXSYMLINKS)."""
+
+
+class Directory:
+    """A directory of the tree. A new one is implied (0755, 0:0, time 0) until a member names it.
+
+    ``room`` is how long a name in it may be; ``path_length`` that of its own path from the root, with its leading slash;
+    ``depth`` how many directories are above it.
+    """
+
+    __slots__ = (
+        "base", "children", "depth", "gid", "implied", "mode", "mtime", "mtime_ns", "opaque", "parent",
+        "path_length", "room", "uid", "xattrs",
+    )  # fmt: skip
+
+    def __init__(self, parent: Directory | None, base: bytes, room: int, path_length: int) -> None:
+        self.children: dict[bytes, Node] = {}
+        self.parent = parent
+        self.base = base
+        self.room = room
+        self.path_length = path_length
+        self.depth: int = 0 if parent is None else parent.depth + 1
+        self.implied = True
+        self.opaque = False
+        self.mode = 0o755
+        self.uid = self.gid = 0
+        self.mtime = self.mtime_ns = 0
+        self.xattrs: dict[bytes, bytes] | None = None
+
+    def row(self) -> Member:
+        """The directory in the form of a member."""
+        return Member(
+            b"", DIRECTORY, self.mode, self.uid, self.gid, self.mtime, self.mtime_ns, 0, b"", 0, self.xattrs, NO_DATA, None
+        )
+
+
+class Inode:
+    """What several names share, as its last header left it; ``entry`` is the first name's entry number, at the end."""
+
+    __slots__ = ("entry", "member")
+
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.entry: int | None = None
+
+
+Node = Member | Directory | Inode
+
+
+def clean(path: bytes) -> list[bytes]:
+    """The components of ``path`` below the root, with ``.`` and ``..`` taken out lexically; no ``..`` leaves the root."""
+    parts: list[bytes] = []
+    for part in path.split(b"/"):
+        if part == b"..":
+            if parts:
+                parts.pop()
+        elif part and part != b".":
+            parts.append(part)
+    return parts
+
+
+def symlink_target(node: Node | None) -> bytes | None:
+    """The target where ``node`` is a symlink."""
+    member = node.member if type(node) is Inode else node
+    return member.link if type(member) is Member and member.kind == SYMLINK else None
+
+
+class Resolver:
+    """Resolves paths in the tree below ``root`` as containerd does on disk."""
+
+    def __init__(self, root: Directory) -> None:
+        self._root = root
+
+    def root_path(self, path: bytes, member: Member) -> list[bytes]:
+        """Components of the path that ``path`` leads to, symlinks resolved, the last one too; it need not exist.
+
+        Raises :class:`FormatError` naming ``member`` where symlinks go in circles or a file is used as a directory.
+        """
+        links = 0
+        while True:
+            path, followed = self._pass(path, links, member)
+            if not followed:
+                return clean(path)
+            links += followed
+
+    def link_target(self, member: Member) -> tuple[Directory | None, bytes]:
+        """(directory, name) that a hard link's target names: its parent is resolved, itself it is not.
+
+        The directory is None where the target cannot exist.
+        """
+        parent, _, base = member.link.rpartition(b"/")
+        parts = self.root_path(parent + b"/", member) if parent or member.link[:1] == b"/" else []
+        parts = clean(b"/".join([*parts, base]))
+        if not parts:
+            raise FormatError("a hard link to a directory", member=show(member.name))
+        directory: Node | None = self._root
+        for part in parts[:-1]:
+            directory = directory.children.get(part) if type(directory) is Directory else None
+        return (directory if type(directory) is Directory else None), parts[-1]
+
+    def _pass(self, path: bytes, links: int, member: Member) -> tuple[bytes, int]:
+        """One pass over the components: (path so far resolved, number of symlinks followed)."""
+        so_far = b"/"
+        followed = 0
+        for part in path.split(b"/"):
+            if not part:
+                continue
+            if links + followed > _MAX_LINKS:
+                raise FormatError("too many symlinks in its path", member=show(member.name))
+            parts = clean(so_far + b"/" + part)
+            target = symlink_target(self._lstat(parts, member)) if parts else None
+            if target is None:
+                so_far = b"/" + b"/".join(parts)
+                continue
+            followed += 1
+            so_far = target if target.startswith(b"/") else b"/" + b"/".join(clean(so_far + b"/" + target))
+        return so_far, followed
+
+    def _lstat(self, parts: list[bytes], member: Member) -> Node | None:
+        """What lstat(2) finds: the kernel follows symlinks in all but the last component.
+
+        Where it would leave the root the answer is taken to be "nothing": what the unpacking host has there is not known.
+        """
+        node: Node = self._root
+        todo = parts[::-1]
+        budget = _KERNEL_LINKS
+        while todo:
+            part = todo.pop()
+            if type(node) is not Directory:
+                raise FormatError("a file is used as a directory in its path", member=show(member.name))
+            if part == b".." or part == b".":
+                if part == b"..":
+                    if node.parent is None:
+                        return None
+                    node = node.parent
+                continue
+            child = node.children.get(part)
+            if child is None:
+                return None
+            target = symlink_target(child) if todo else None
+            if target is None:
+                node = child
+                continue
+            budget -= 1
+            if budget < 0:
+                raise FormatError("too many symlinks in its path", member=show(member.name))
+            if target.startswith(b"/"):
+                return None
+            todo.extend(piece for piece in reversed(target.split(b"/")) if piece)
+        return node

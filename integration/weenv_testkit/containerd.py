@@ -100,7 +100,7 @@ class Containerd:
 
     def start(self) -> None:
         """Write the configuration, start the daemon, wait until it answers. Raises Failed."""
-        for folder in ("root", "state", "runc", "cni/bin", "cni/conf", "opt", f"hosts/{self.registry}"):
+        for folder in ("", "root", "state", "runc", "cni/bin", "cni/conf", "opt", f"hosts/{self.registry}"):
             os.makedirs(os.path.join(self.home, folder), exist_ok=True)
         with open(os.path.join(self.hosts, self.registry, "hosts.toml"), "w") as file:
             url = f"http://{self.registry}"

@@ -19,7 +19,9 @@ from weenv.layer.toc import (
     DIRECTORY,
     FIFO,
     FILE,
+    FLAG_OPAQUE,
     FLAG_SPARSE,
+    FLAG_WHITEOUT,
     HARDLINK,
     NO_DATA,
     SYMLINK,
@@ -53,6 +55,25 @@ class Node:
 def directory(**fields: object) -> Node:
     """A directory, 0755 unless told otherwise."""
     return replace(Node(kind=DIRECTORY, mode=0o755), **fields)  # type: ignore[arg-type]
+
+
+def golden_tree() -> dict[bytes, Node]:
+    """A small tree with one entry of each sort, for a stream of 4096 bytes."""
+    return {
+        b"": directory(mode=0o755, mtime=1),
+        b"bin": directory(mtime=2, mtime_ns=3),
+        b"bin/sh": Node(mode=0o4755, size=1000, offset=512, mtime=5),
+        b"bin/bash": Node(kind=HARDLINK, target=b"bin/sh"),
+        b"lib": Node(kind=SYMLINK, target=b"usr/lib", mode=0o777),
+        b"null": Node(kind=CHAR, device=(1, 3), mode=0o666),
+        b"gone": Node(kind=CHAR, flags=FLAG_WHITEOUT, mode=0),
+        b"new": directory(flags=FLAG_OPAQUE, xattrs={b"user.a": b"b"}),
+        b"empty": Node(uid=1, gid=2),
+        b"hole": Node(size=10000),
+        b"sparse": Node(size=3000, sparse=((1024, 2048, 1024),)),
+        b"pipe": Node(kind=FIFO, mode=0o600),
+        b"disk": Node(kind=BLOCK, device=(259, 70000), mode=0o660),
+    }
 
 
 def make_toc(nodes: Mapping[bytes, Node], *, stream_size: int = 0, diff_id: str = "") -> Toc:

@@ -1,0 +1,124 @@
+"""Fixtures of the tests with real parts, and the checks that nothing is left behind and nothing complained.
+
+One session has one registry and one set of pushed images (``store``); each module that asks for ``node`` gets its own
+nodes, one for each containerd line, and they are gone when the module ends.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+from weenv_testkit.containerd import Containerd
+from weenv_testkit.node import Node
+from weenv_testkit.procs import mounts_under, processes_of
+from weenv_testkit.registry import Registry
+from weenv_testkit.store import Store
+
+LINES = ("1.7", "2.1")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Without root nothing here can run; tests that need it say so with the marker ``root``."""
+    if os.geteuid() != 0:
+        skip = pytest.mark.skip(reason="needs root; run: sudo make test")
+        for item in items:
+            if "integration" in item.path.parts or item.get_closest_marker("root"):
+                item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def workdir() -> Iterator[str]:
+    """A short directory on a disk (not a tmpfs) for everything of this session; nothing may be left in it at the end."""
+    path = tempfile.mkdtemp(prefix="wt.", dir="/var/tmp")
+    yield path
+    left = {"mounts": mounts_under(path), "processes": processes_of(path)}
+    assert not any(left.values()), left
+    if not os.environ.get("WEENV_TEST_KEEP"):
+        shutil.rmtree(path)
+
+
+@pytest.fixture(scope="session")
+def registry(workdir: str) -> Iterator[Registry]:
+    """Debian's docker-registry, for the whole session."""
+    home = os.path.join(workdir, "registry")
+    os.mkdir(home)
+    with Registry(home) as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def store(workdir: str, registry: Registry) -> Store:
+    """Images, built and pushed when first asked for."""
+    return Store(os.path.join(workdir, "store"), registry)
+
+
+@pytest.fixture(scope="module", params=LINES)
+def line(request: pytest.FixtureRequest) -> str:
+    """Both containerd lines, one after the other."""
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def home(workdir: str) -> Iterator[str]:
+    """A short directory of the module."""
+    path = tempfile.mkdtemp(prefix="m", dir=workdir)
+    yield path
+    left = {"mounts": mounts_under(path), "processes": processes_of(path)}
+    assert not any(left.values()), f"left behind: {left}"
+
+
+def _descriptors(path: str) -> set[str]:
+    """What this process has open below ``path``."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        if target.startswith(path):
+            found.add(target)
+    return found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_leaks(workdir: str) -> Iterator[None]:
+    """After each module: no mount, process or open file below the session's directory that was not there before."""
+    mounts, files = set(mounts_under(workdir)), _descriptors(workdir)
+    yield
+    gc.collect()
+    processes = {pid: text for pid, text in processes_of(workdir).items() if "docker-registry" not in text}
+    left = [*(set(mounts_under(workdir)) - mounts), *(_descriptors(workdir) - files), *processes.values()]
+    assert not left, f"left behind: {left}"
+
+
+@pytest.fixture(scope="module")
+def plain(line: str, home: str, registry: Registry, store: Store) -> Iterator[Containerd]:
+    """containerd without us: what is compared against."""
+    path = os.path.join(home, f"plain-{line}")
+    os.mkdir(path)
+    store.pause()
+    with Containerd(line, path, registry=registry.host) as running:
+        yield running
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def module_node(line: str, home: str, registry: Registry, store: Store) -> Iterator[Node]:
+    """A node for the module; tests ask for ``node``."""
+    path = os.path.join(home, f"n{line}")
+    os.mkdir(path)
+    store.pause()
+    with Node(line, path, registry=registry.host) as running:
+        yield running
+
+
+@pytest.fixture
+def node(module_node: Node) -> Iterator[Node]:
+    """The module's node; an unexpected warning, error or traceback in our daemons' logs fails the test."""
+    yield module_node
+    assert not module_node.complaints()

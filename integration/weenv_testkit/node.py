@@ -1,0 +1,232 @@
+"""A whole node under test: containerd of one line, ``weenv snapshotter serve`` and ``weenv blobfs serve``.
+
+The daemons are started with the command that users have, from one configuration file, each with a metrics endpoint.
+What they log is watched: :meth:`Node.complaints` gives warnings, errors and tracebacks that no test has said it expects.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import urllib.request
+from collections.abc import Mapping
+from types import TracebackType
+
+from weenv_testkit import tools
+from weenv_testkit.containerd import Containerd, Proxy
+from weenv_testkit.cri import Cri
+from weenv_testkit.procs import (
+    Failed,
+    Process,
+    connects,
+    end_processes,
+    mounts_under,
+    processes_of,
+    unmount_under,
+    wait_until,
+)
+from weenv_testkit.registry import free_port
+
+SNAPSHOTTER = "weenv"
+
+_LOUD = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^Traceback |^[A-Za-z_.]+(Error|Exception)\b|Task exception was never")
+
+
+class Daemon:
+    """One of our two daemons: start, stop, kill, its log and its metrics."""
+
+    def __init__(self, name: str, config: str, log: str, port: int) -> None:
+        self.name = name
+        self.config = config
+        self.log = log
+        self.port = port
+        self._process: Process | None = None
+        self._seen = 0
+
+    def spawn(self) -> Process:
+        """Start it, not waiting for anything."""
+        argv = [*tools.weenv(), self.name, "serve", "--config", self.config]
+        environment = {key: value for key, value in os.environ.items() if not key.startswith(("WEENV_", "PYTEST_"))}
+        self._process = Process(f"weenv {self.name}", argv, self.log, environment)
+        return self._process
+
+    @property
+    def pid(self) -> int:
+        """Process id of the running daemon."""
+        assert self._process is not None
+        return self._process.pid
+
+    def running(self) -> bool:
+        """True while it runs."""
+        return self._process is not None and self._process.alive()
+
+    def stop(self) -> None:
+        """SIGTERM and wait. Raises Failed where it does not end well by itself."""
+        if self._process is not None:
+            code = self._process.stop()
+            self._process = None
+            if code != 0:
+                raise Failed(f"weenv {self.name} ended with {code} on SIGTERM:\n{self.log_text()[-3000:]}")
+
+    def kill(self) -> None:
+        """``kill -9``."""
+        assert self._process is not None
+        self._process.kill()
+        self._process = None
+
+    def log_text(self) -> str:
+        """Everything that it logged."""
+        try:
+            with open(self.log, errors="replace") as file:
+                return file.read()
+        except FileNotFoundError:
+            return ""
+
+    def new_complaints(self) -> list[str]:
+        """Loud lines since the last call."""
+        text = self.log_text()
+        new, self._seen = text[self._seen :], len(text)
+        return [f"{self.name}: {line}" for line in new.splitlines() if _LOUD.search(line)]
+
+    def metrics(self) -> dict[str, float]:
+        """All samples: ``name{label="value"}`` -> value."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=10) as answer:
+            lines = answer.read().decode().splitlines()
+        pairs = (line.rpartition(" ") for line in lines if line and not line.startswith("#"))
+        return {name: float(value) for name, _, value in pairs}
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Sum of the samples of that name which have these labels; 0 where there are none."""
+        wanted = [f'{key}="{value}"' for key, value in labels.items()]
+        return sum(
+            value
+            for sample, value in self.metrics().items()
+            if sample.partition("{")[0] == name and all(label in sample for label in wanted)
+        )
+
+
+class Node:
+    """A context manager. ``home`` is a short path of its own; ``settings`` are extra lines per table of the config."""
+
+    def __init__(self, line: str, home: str, *, registry: str, settings: Mapping[str, str] | None = None) -> None:
+        self.home = home
+        self.root = os.path.join(home, "w")
+        self.run = os.path.join(home, "r")
+        self.blobs = os.path.join(self.run, "blobs")
+        self.socket = os.path.join(self.run, "s.sock")
+        for folder in (self.root, self.blobs):
+            os.makedirs(folder, exist_ok=True)
+        self.config = os.path.join(home, "weenv.toml")
+        ports = free_port(), free_port()
+        extra = dict(settings or {})
+        with open(self.config, "w") as file:
+            file.write(
+                f'[snapshotter]\nroot = "{self.root}"\nsocket = "{self.socket}"\nblobs = "{self.blobs}"\n'
+                f'metrics_address = "127.0.0.1:{ports[0]}"\ncleanup_delay = 0.5\n{extra.pop("snapshotter", "")}\n'
+                f'[blobfs]\nroot = "{self.root}"\nmountpoint = "{self.blobs}"\n'
+                f'holder_socket = "{self.run}/h.sock"\nstatus_socket = "{self.run}/b.sock"\n'
+                f'metrics_address = "127.0.0.1:{ports[1]}"\n{extra.pop("blobfs", "")}\n'
+                f'[registry]\nplain_http = ["{registry}"]\n{extra.pop("registry", "")}\n'
+            )
+            for table, text in extra.items():
+                file.write(f"[{table}]\n{text}\n")
+        self.snapshotter = Daemon("snapshotter", self.config, os.path.join(home, "snapshotter.log"), ports[0])
+        self.blobfs = Daemon("blobfs", self.config, os.path.join(home, "blobfs.log"), ports[1])
+        proxy = Proxy(SNAPSHOTTER, self.socket, self.root)
+        self.containerd = Containerd(
+            line, os.path.join(home, "c"), registry=registry, proxies=[proxy], snapshotter=SNAPSHOTTER
+        )
+        self._expected: list[re.Pattern[str]] = []
+
+    @property
+    def line(self) -> str:
+        """``1.7`` or ``2.1``."""
+        return self.containerd.line
+
+    def start_blobfs(self) -> None:
+        """Start it and wait until its file system answers."""
+        self.blobfs.spawn().wait_ready(lambda: self.blobs in mounts_under(self.run) and connects(f"{self.run}/b.sock"))
+
+    def start_snapshotter(self) -> None:
+        """Start it and wait until it listens."""
+        self.snapshotter.spawn().wait_ready(lambda: connects(self.socket))
+
+    def start(self) -> None:
+        """Start everything. Raises Failed."""
+        self.start_blobfs()
+        self.start_snapshotter()
+        self.containerd.start()
+
+    def restart(self) -> None:
+        """Stop and start all three daemons under the containers."""
+        self.containerd.stop()
+        self.snapshotter.stop()
+        self.blobfs.stop()
+        self.start()
+
+    def kill(self) -> None:
+        """``kill -9`` of all three daemons."""
+        self.containerd.kill()
+        self.snapshotter.kill()
+        self.blobfs.kill()
+
+    def cri(self) -> Cri:
+        """A CRI client of the containerd."""
+        return Cri(self.containerd)
+
+    # -- what went wrong ------------------------------------------------------------------------------------------
+
+    def expect(self, pattern: str) -> None:
+        """Loud log lines that match ``pattern`` are meant, until :meth:`complaints` is next asked."""
+        self._expected.append(re.compile(pattern))
+
+    def complaints(self) -> list[str]:
+        """Loud lines in our daemons' logs since the last call which nobody expected."""
+        lines = [*self.snapshotter.new_complaints(), *self.blobfs.new_complaints()]
+        expected, self._expected = self._expected, []
+        return [line for line in lines if not any(pattern.search(line) for pattern in expected)]
+
+    # -- end ----------------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Node:
+        try:
+            self.start()
+        except BaseException:
+            self._clear()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop everything, unmount everything, remove the directory. Raises Failed where something cannot be had away."""
+        errors = []
+        self.containerd.close()
+        for daemon in (self.snapshotter, self.blobfs):
+            try:
+                daemon.stop()
+            except Failed as error:
+                errors.append(str(error))
+        self._clear()
+        if errors:
+            raise Failed("\n".join(errors))
+
+    def _clear(self) -> None:
+        for daemon in (self.snapshotter, self.blobfs):
+            if daemon.running():
+                daemon.kill()
+        self.containerd.close()
+        unmount_under(self.home)
+        # What holds the FUSE descriptor ends by itself once its mount is gone.
+        try:
+            wait_until("the holder to end", lambda: not processes_of(self.home), 5)
+        except Failed as error:
+            left = processes_of(self.home)
+            end_processes(left)
+            raise Failed(f"processes were left behind: {left}") from error
+        finally:
+            unmount_under(self.home)
+        if not os.environ.get("WEENV_TEST_KEEP"):
+            shutil.rmtree(self.home, ignore_errors=True)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
+import yarl
 
 from weenv.core.errors import SourceError, UnauthorizedError, UnavailableError
 from weenv.registry.auth import Authorizer, scope_of
@@ -128,7 +129,9 @@ class RegistryClient:
     async def send(self, method: str, url: str, headers: dict[str, str], **extra: Any) -> aiohttp.ClientResponse:
         """One request, no redirect followed, through the environment's proxy. Raises TRANSPORT_ERRORS."""
         self.counters.requests += 1
-        return await self.session.request(method, url, headers=headers, allow_redirects=False, proxy=proxy_for(url), **extra)
+        # Signed URLs are sent as they came: yarl's own normalisation would decode parts of what was signed.
+        target = yarl.URL(url, encoded=url.isascii() and url.isprintable() and " " not in url)
+        return await self.session.request(method, target, headers=headers, allow_redirects=False, proxy=proxy_for(url), **extra)
 
     def next_hop(self, url: str, answer: aiohttp.ClientResponse, host: str, hops: int) -> str:
         """The URL that a redirect leads to. Raises SourceError for one that is not to be followed."""

@@ -1,0 +1,119 @@
+"""Settings of ``weenv blobfs serve``: the ``[blobfs]`` table of ``/etc/weenv/config.toml``."""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from weenv.core.errors import ConfigError
+
+DEFAULT_CONFIG = "/etc/weenv/config.toml"
+
+
+@dataclass(frozen=True, slots=True)
+class FillConfig:
+    """``[blobfs.fill]``: fetching the rest of a layer when nobody needs the machine. Sizes in bytes, times in seconds."""
+
+    enabled: bool = True
+    quiet: float = 3.0
+    """Nothing is filled until no reader has waited for a frame for so long."""
+    rate: int = 0
+    """Bytes per second of compressed data at most; 0: no limit but the pauses."""
+    cpu_busy: float = 0.6
+    """Nothing is filled while the other processes of the node use more than this share of its CPUs."""
+    cpu_pressure: float = 0.05
+    """... or while tasks waited for a CPU for more than this share of the time (``/proc/pressure/cpu``, "some")."""
+    cpu_share: float = 0.5
+    """Filling itself takes at most this share of one CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlobfsConfig:
+    """``[blobfs]``. Sizes in bytes, times in seconds."""
+
+    root: str = "/var/lib/weenv"
+    """Holds ``layers/``; the same as the snapshotter's root."""
+    mountpoint: str = "/run/weenv/blobs"
+    holder_socket: str = "/run/weenv/blobfs-holder.sock"
+    status_socket: str = "/run/weenv/blobfs.sock"
+    metrics_address: str = ""
+    """``127.0.0.1:9441`` or the like serves Prometheus metrics there; empty: nowhere."""
+    threads: int = 2
+    """Threads that read requests."""
+    decoders: int = 2
+    """Threads that check and decompress frames."""
+    parallelism: int = 8
+    """Ranged reads in flight."""
+    range_max: int = 2 << 20
+    """Largest ranged read."""
+    deadline: float = 60.0
+    """How long a reader waits for sources that do not answer before it gets EIO."""
+    window_max: int = 8 << 20
+    """Compressed bytes fetched ahead of a reader that goes forward through a large file."""
+    neighbours: float = 0.12
+    """Small files: compressed bytes fetched on a guess and not used yet, as a share of those demanded."""
+    read_ahead_kb: int = 0
+    """Read-ahead of the mount's backing device in KiB; 0 leaves the kernel's own (128)."""
+    idle: float = 600.0
+    """A layer that nobody reads for so long is closed (it is opened again when read)."""
+    sync: float = 30.0
+    """Interval between syncs of fetched data, which make it survive a power cut."""
+    fill: FillConfig = field(default_factory=FillConfig)
+
+    def __post_init__(self) -> None:
+        for name in ("root", "mountpoint", "holder_socket", "status_socket"):
+            value = getattr(self, name)
+            if not value.startswith("/") or "\0" in value:
+                raise ConfigError(f"blobfs.{name} must be an absolute path, not {value!r}")
+        for name, low, high in (
+            ("threads", 1, 64), ("decoders", 1, 64), ("parallelism", 1, 256), ("range_max", 4096, 1 << 30),
+            ("deadline", 0.1, 86400), ("window_max", 0, 1 << 30), ("neighbours", 0, 10), ("read_ahead_kb", 0, 1 << 20),
+            ("idle", 1, 1e9), ("sync", 0.1, 1e9),
+        ):  # fmt: skip
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"blobfs.{name} must be between {low} and {high:g}, not {getattr(self, name)!r}")
+
+
+def _build(cls: type[Any], raw: object, where: str) -> Any:
+    if not isinstance(raw, dict):
+        raise ConfigError(f"[{where}] must be a table")
+    hints = get_type_hints(cls)
+    unknown = sorted(set(raw) - set(hints))
+    if unknown:
+        raise ConfigError(f"unknown setting {where}.{unknown[0]}", hint=f"known: {', '.join(sorted(hints))}")
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        kind = hints[name]
+        if dataclasses.is_dataclass(kind):
+            values[name] = _build(kind, value, f"{where}.{name}")  # type: ignore[arg-type]
+            continue
+        if kind is float and type(value) is int:
+            value = float(value)
+        if type(value) is not kind:
+            raise ConfigError(f"{where}.{name} must be a {kind.__name__}, not {value!r}")
+        values[name] = value
+    return cls(**values)
+
+
+def from_table(raw: object) -> BlobfsConfig:
+    """Make a configuration from the parsed ``[blobfs]`` table. Raises :class:`ConfigError` naming the setting."""
+    config: BlobfsConfig = _build(BlobfsConfig, raw, "blobfs")
+    return config
+
+
+def load(path: str = DEFAULT_CONFIG, **overrides: Any) -> BlobfsConfig:
+    """Read ``path`` (the defaults where it does not exist); ``overrides`` that are not None win.
+
+    Raises :class:`ConfigError`.
+    """
+    try:
+        with open(path, "rb") as file:
+            table = tomllib.load(file).get("blobfs", {})
+    except FileNotFoundError:
+        table = {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+    config = from_table(table)
+    return dataclasses.replace(config, **{name: value for name, value in overrides.items() if value is not None})

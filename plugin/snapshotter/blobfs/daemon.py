@@ -1,0 +1,382 @@
+"""``weenv blobfs serve``: wires holder, FUSE session, fetcher, fill, metrics and status together."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import logging.handlers
+import os
+import queue
+import signal
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from weenv.core.aio import Background
+from weenv.core.errors import ConfigError, MountError, WeenvError
+from weenv.layer import codec, zframe
+from weenv.layer.toc import Frames
+from weenv.layer.verify import verify_frame
+from weenv.plugin.snapshotter.blobfs import holder, wire
+from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
+from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
+from weenv.plugin.snapshotter.blobfs.metrics import Report
+from weenv.plugin.snapshotter.blobfs.server import Server, resend
+from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
+from weenv.plugin.snapshotter.fetch.fill import Filler
+from weenv.plugin.snapshotter.fetch.flight import FetchSettings
+from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
+from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
+from weenv.plugin.snapshotter.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, detach, mount
+from weenv.registry.client import RegistryClient
+from weenv.registry.config import RegistryConfig
+from weenv.registry.source import BlobSource, open_source
+
+log = logging.getLogger(__name__)
+
+FILESYSTEM = "fuse.weenv-blobs"
+"""The type shown in mountinfo; the kernel takes any subtype of ``fuse``."""
+
+
+def read_tail(tail: bytes, source: LayerSource) -> tuple[Frames, int]:
+    """The frame table and the stream's size. Raises FormatError."""
+    return codec.decode_frames(_payload(tail))
+
+
+def read_extents(tail: bytes, source: LayerSource) -> Extents:
+    """Where the large files lie. Raises FormatError."""
+    return Extents.of(codec.decode_toc(_payload(tail)))
+
+
+def _payload(tail: bytes) -> memoryview:
+    """The TOC frame's payload, within a tail that has its digest already checked."""
+    _magic, length = zframe.skippable_header(tail, "TOC frame")
+    return memoryview(tail)[zframe.SKIPPABLE_HEADER :][:length]
+
+
+def connect(config: BlobfsConfig) -> tuple[holder.HolderClient, int, bool]:
+    """The FUSE descriptor: from the holder, or of a new mount with a new holder; and whether it is an old mount.
+
+    Raises ConfigError (another server is attached), MountError, OSError.
+    """
+    os.makedirs(os.path.dirname(config.holder_socket), mode=0o700, exist_ok=True)
+    found = holder.attach(config.holder_socket)
+    if found is not None:
+        return (*found, True)
+    try:
+        os.makedirs(config.mountpoint, mode=0o700, exist_ok=True)
+    except OSError as error:
+        if error.errno not in (errno.ENOTCONN, errno.EEXIST):
+            raise
+    if os.path.ismount(config.mountpoint) or not _alive(config.mountpoint):
+        # Server and holder died together: what uses the mount has lost it, new mounts must not hang on it.
+        log.error("a dead blobfs mount is replaced", extra={"mountpoint": config.mountpoint})
+        detach(config.mountpoint)
+    fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mount(
+            "weenv-blobs", config.mountpoint, FILESYSTEM, MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC,
+            f"fd={fuse},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},allow_other",
+        )  # fmt: skip
+        return holder.start(config.holder_socket, config.mountpoint, fuse), fuse, False
+    except BaseException:
+        os.close(fuse)
+        raise
+
+
+def _alive(path: str) -> bool:
+    try:
+        os.stat(path)
+    except OSError as error:
+        return error.errno != errno.ENOTCONN
+    return True
+
+
+class _Droppable(logging.handlers.QueueHandler):
+    """Hands log records to a thread of their own; when that one hangs (a full disk, a blocked pipe), drops them.
+
+    Serving must go on while the log cannot be written, above all when the log's file lies on the disk that is full.
+    """
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        """Queue ``record``, or drop it."""
+        with contextlib.suppress(queue.Full):
+            self.queue.put_nowait(record)
+
+
+@contextlib.contextmanager
+def detached_log() -> Any:
+    """Within the block, no thread ever waits for the log to be written."""
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    listener = logging.handlers.QueueListener(queue.Queue(10_000), *handlers)
+    listener.start()
+    root.handlers[:] = [_Droppable(listener.queue)]
+    try:
+        yield
+    finally:
+        root.handlers[:] = handlers
+        # A hanging log must not keep the process from ending either: ask the thread to end, and wait for a moment only.
+        listener.enqueue_sentinel()
+        if listener._thread is not None:
+            listener._thread.join(1.0)
+
+
+class Daemon:
+    """One ``serve``: everything between getting the descriptor and giving it up."""
+
+    def __init__(self, config: BlobfsConfig, client: RegistryClient) -> None:
+        self.config = config
+        self.client = client
+        self.ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._background = Background()
+        settings = FetchSettings(
+            parallelism=config.parallelism, range_max=config.range_max, deadline=config.deadline, decoders=config.decoders
+        )
+        self.fetcher = Fetcher(verify_frame, settings)
+        self.table = LayerTable(
+            LayerDirs(config.root), read_tail, self._open_sources, self._remember, make_read_ahead=self._make_read_ahead
+        )
+        self.holder, self.fuse, old = connect(config)
+        if old:
+            self.table.restore(self.holder.nodes)
+            if not resend(self.fuse):
+                log.error(
+                    "this kernel cannot resend requests: readers that wait now wait forever",
+                    extra={"hint": "use Linux 6.9 or newer"},
+                )
+        self.server = Server(
+            self.fuse, self.table, self.fetcher, root=config.root,
+            on_init=self._on_init, on_miss=self._on_miss, on_end=self._on_end,
+        )  # fmt: skip
+        self.filler = Filler(config.fill, self.fetcher, self.table.open_layers) if config.fill.enabled else None
+        self.report = Report(self.server, self.fetcher, self.table, self.filler)
+        log.info("serving layers", extra={"mountpoint": config.mountpoint, "resumed": old, "layers": len(self.table.nodes)})
+
+    def _open_sources(self, source: LayerSource) -> Sequence[BlobSource]:
+        found: list[BlobSource] = []
+        for origin in source.origins:
+            try:
+                found.append(open_source(self.client, origin, source.digest, source.size))
+            except WeenvError as error:
+                log.warning("an origin of a layer cannot be used", extra={"layer": source.digest, "error": str(error)})
+        return found
+
+    def _make_read_ahead(self, layer: Layer) -> ReadAhead:
+        return ReadAhead(
+            layer.starts, layer.presence.states, layer.flights.__contains__,
+            window_max=self.config.window_max, waste=self.config.neighbours,
+        )  # fmt: skip
+
+    def _remember(self, nodeid: int, name: str) -> None:
+        self.holder.remember_node(nodeid, name)
+
+    def _on_init(self, agreed: wire.InitOut) -> None:
+        if not agreed.flags & wire.HAS_RESEND:
+            log.warning("this kernel does not offer FUSE_HAS_RESEND", extra={"hint": "use Linux 6.9 or newer"})
+        self.holder.remember_init(
+            {
+                "minor": agreed.minor,
+                "flags": agreed.flags,
+                "max_pages": agreed.max_pages,
+                "max_background": agreed.max_background,
+            }
+        )
+
+    def _on_miss(self, layer: Layer) -> None:
+        """In a FUSE thread, once per layer: have its large files looked up, so that read-ahead knows them."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(lambda: self._background.spawn(self._load_extents(layer), f"extents {layer.name}"))
+
+    async def _load_extents(self, layer: Layer) -> None:
+        def load() -> None:
+            with open(os.path.join(layer.path, "toc"), "rb") as file:
+                extents = read_extents(file.read(layer.source.toc_length + 1), layer.source)
+            with layer.lock:
+                layer.read_ahead.extents = extents
+
+        try:
+            await asyncio.to_thread(load)
+        except (OSError, WeenvError) as error:
+            log.warning(
+                "no read-ahead for a layer: its table of contents cannot be read",
+                extra={"layer": layer.name, "error": str(error)},
+            )
+
+    def _on_end(self) -> None:
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self.ended.set)
+
+    # -- the tasks --------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Serve until the mount is gone or :attr:`ended` is set."""
+        config = self.config
+        sys.setswitchinterval(0.001)  # readers' threads wait for no more than 1 ms for the interpreter
+        self.server.start(config.threads)
+        self._set_read_ahead()
+        async with contextlib.AsyncExitStack() as stack:
+            stack.push_async_callback(self._background.close)
+            self._watch_holder()
+            stack.callback(lambda: self._loop.remove_reader(self.holder.connection.fileno()))
+            await stack.enter_async_context(self._status_server())
+            if config.metrics_address:
+                stack.callback(self._metrics_server())
+            self._background.spawn(self._maintain(), "maintenance")
+            if self.filler is not None:
+                self._background.spawn(self.filler.run(), "fill")
+            await self.ended.wait()
+
+    async def close(self) -> None:
+        """Stop fetching, make what is there durable, let go of the descriptor; mount and holder stay."""
+        await self.fetcher.close()
+        for layer in self.table.open_layers():
+            await asyncio.to_thread(self._sync, layer)
+            for source in layer.sources:
+                await source.close()
+        self.holder.close()
+
+    def _set_read_ahead(self) -> None:
+        if not self.config.read_ahead_kb:
+            return
+
+        def write() -> None:
+            try:
+                device = os.stat(self.config.mountpoint).st_dev  # GETATTR: answered by the threads started above
+                with open(f"/sys/class/bdi/{os.major(device)}:{os.minor(device)}/read_ahead_kb", "w", encoding="ascii") as file:
+                    file.write(str(self.config.read_ahead_kb))
+            except OSError as error:
+                log.warning("the mount's read-ahead cannot be set", extra={"error": str(error)})
+
+        self._background.spawn(asyncio.to_thread(write), "read-ahead")
+
+    def _watch_holder(self) -> None:
+        """The holder may be killed as well: as long as this process has the descriptor, another one can take over."""
+        self._loop.add_reader(self.holder.connection.fileno(), self._holder_gone)
+
+    def _holder_gone(self) -> None:
+        lost = self.holder
+        self._loop.remove_reader(lost.connection.fileno())
+        if lost.told_to_stop():
+            self.ended.set()
+            return
+        lost.close()
+        if lost.process is not None:
+            lost.process.poll()
+        if self.ended.is_set():
+            return
+        self._background.spawn(self._replace_holder(lost), "holder")
+
+    async def _replace_holder(self, lost: holder.HolderClient) -> None:
+        await asyncio.sleep(0.2)  # a holder that ended because the mount is gone: the readers' threads notice as well
+        if self.ended.is_set():
+            return
+        log.warning("the holder is gone: starting another one")
+        fresh = holder.start(self.config.holder_socket, self.config.mountpoint, self.fuse)
+        self.holder = fresh
+        if lost.init is not None:
+            fresh.remember_init(lost.init)
+        for nodeid, name in [(nodeid, node.name) for nodeid, node in list(self.table.nodes.items())]:
+            fresh.remember_node(nodeid, name)
+        self._watch_holder()
+
+    def _sync(self, layer: Layer) -> None:
+        try:
+            layer.sync()
+        except (OSError, WeenvError) as error:
+            log.error("fetched data cannot be made durable", extra={"layer": layer.name, "error": str(error)})
+
+    async def _maintain(self) -> None:
+        while True:
+            await asyncio.sleep(self.config.sync)
+            for layer in self.table.open_layers():
+                if layer.presence.volatile or not layer.presence.persistent:
+                    await asyncio.to_thread(self._sync, layer)
+            self.table.close_idle(time.monotonic() - self.config.idle)
+
+    @contextlib.asynccontextmanager
+    async def _status_server(self) -> AsyncIterator[None]:
+        path = self.config.status_socket
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+
+        async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            with contextlib.suppress(OSError):
+                writer.write(self.report.status_json())
+                await writer.drain()
+                writer.close()
+                await writer.wait_closed()
+
+        old = os.umask(0o177)
+        try:
+            server = await asyncio.start_unix_server(answer, path)
+        finally:
+            os.umask(old)
+        try:
+            yield
+        finally:
+            server.close()
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+
+    def _metrics_server(self) -> Callable[[], None]:
+        host, _, port = self.config.metrics_address.rpartition(":")
+        registry = CollectorRegistry()
+        registry.register(self.report)
+        try:
+            server, thread = start_http_server(int(port), host, registry)
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"cannot serve metrics at {self.config.metrics_address!r}: {error}") from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop
+
+
+async def serve(
+    config: BlobfsConfig, registry: RegistryConfig | None = None, *, ready: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until SIGTERM or SIGINT, which leave the mount up (``weenv blobfs stop`` takes it down), or until it is gone.
+
+    ``ready`` is called once requests are answered. Raises ConfigError, MountError, OSError.
+    """
+    loop = asyncio.get_running_loop()
+    with detached_log():
+        async with RegistryClient(registry or RegistryConfig()) as client:
+            daemon = Daemon(config, client)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, daemon.ended.set)
+            try:
+                loop.call_soon(ready)
+                await daemon.run()
+            finally:
+                await daemon.close()
+
+
+def stop(config: BlobfsConfig, *, force: bool = False) -> bool:
+    """``weenv blobfs stop``: unmount and end holder and server; False where nothing was running.
+
+    Raises :class:`MountError` where mounts depend on it; ``force`` detaches it, which costs their readers the data.
+    """
+    answer = holder.ask(config.holder_socket, {"op": "stop", "force": force})
+    if answer is None:
+        if os.path.ismount(config.mountpoint) or not _alive(config.mountpoint):
+            return detach(config.mountpoint)
+        return False
+    if "error" in answer:
+        busy = answer.get("errno") == errno.EBUSY
+        raise MountError(
+            f"{config.mountpoint} is in use by mounts or processes" if busy else str(answer["error"]),
+            errno=int(answer.get("errno", 0)),
+            hint="remove the containers that use it, or use --force" if busy else "",
+        )
+    return True

@@ -1,0 +1,225 @@
+"""The layers that blobfs serves: found by name in the layer directories, opened when read, closed when idle.
+
+A node id stands for a layer digest for as long as the mount lives (the holder remembers it), so nothing that the kernel
+holds ever goes stale. The open :class:`Layer` behind it comes and goes: descriptors are closed when the last thread that
+uses the object drops it, not by anybody's order.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from weenv.core import digest as digests
+from weenv.core.errors import FormatError, StorageError, WeenvError
+from weenv.layer.toc import Frames
+from weenv.plugin.snapshotter.blobfs import wire
+from weenv.plugin.snapshotter.cache.present import Presence
+from weenv.plugin.snapshotter.cache.store import DataStore
+from weenv.plugin.snapshotter.fetch.flight import FetchLayer
+from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
+from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
+from weenv.registry.source import BlobSource
+
+log = logging.getLogger(__name__)
+
+FIRST_NODE: Final = 2
+"""The root is node 1."""
+
+ReadTail = Callable[[bytes, LayerSource], tuple[Frames, int]]
+"""The frame table and the stream's size, from a layer's tail. Raises FormatError."""
+ReadExtents = Callable[[bytes, LayerSource], Extents]
+"""Where the large files of a layer lie, from its tail. Raises FormatError."""
+OpenSources = Callable[[LayerSource], Sequence[BlobSource]]
+"""The sources of a blob, in the order to try them; those that cannot be opened are left out."""
+
+
+class Layer(FetchLayer):
+    """An open layer: what the fetcher needs, and what serving reads needs."""
+
+    def __init__(
+        self, source: LayerSource, path: str, frames: Frames, size: int, presence: Presence, store: DataStore,
+        sources: Sequence[BlobSource], identity: tuple[int, int], read_ahead: ReadAhead | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(digests.hex_of(source.digest)[:12], frames, presence, store, sources)
+        self.source = source
+        self.path = path
+        self.size = size
+        self.identity = identity
+        """Device and inode of the layer's directory: another directory of the same name is another cache."""
+        self.lock = threading.Lock()
+        """Guards ``read_ahead``."""
+        self.read_ahead = read_ahead or ReadAhead(self.starts, presence.states, self.flights.__contains__)
+        self.last_used = 0.0
+        self.first_used = 0.0
+        self.extents_asked = False
+
+    @property
+    def complete(self) -> bool:
+        """True where every frame is in ``data``."""
+        return self.presence.missing == 0
+
+    def sync(self) -> int:
+        """Make what was fetched survive a power cut; returns how many frames became durable. Blocks on the disk."""
+        if not self.presence.persistent:
+            self.presence.persist()
+        frames = self.presence.volatile_frames()
+        if frames:
+            self.store.sync()
+            self.presence.make_durable(frames)
+        return len(frames)
+
+    def __del__(self) -> None:
+        self.presence.close()
+        self.store.close()
+
+
+class Node:
+    """A node id and its layer, open or not."""
+
+    __slots__ = ("attributes", "digest", "layer", "name", "nodeid", "size")
+
+    def __init__(self, nodeid: int, name: str) -> None:
+        self.nodeid = nodeid
+        self.name = name
+        self.digest = "sha256:" + name
+        self.layer: Layer | None = None
+        self.size = -1
+        self.attributes = b""
+
+    def opened(self, layer: Layer) -> None:
+        """Take ``layer`` in use."""
+        self.size = layer.size
+        self.attributes = wire.attributes(self.nodeid, wire.S_IFREG | 0o400, layer.size)
+        self.layer = layer
+
+
+class LayerTable:
+    """All nodes. Look-ups of known nodes take no lock; changes take ``lock``, which is held over opening a layer.
+
+    ``remember`` is called with a new node's id and name before anybody learns of it.
+    """
+
+    def __init__(
+        self, dirs: LayerDirs, read_tail: ReadTail, open_sources: OpenSources,
+        remember: Callable[[int, str], None] = lambda _id, _name: None,
+        *, make_read_ahead: Callable[[Layer], ReadAhead] | None = None,
+    ) -> None:  # fmt: skip
+        self.dirs = dirs
+        self.nodes: dict[int, Node] = {}
+        self.remember = remember
+        self._names: dict[str, Node] = {}
+        self._lock = threading.Lock()
+        self._read_tail = read_tail
+        self._open_sources = open_sources
+        self._make_read_ahead = make_read_ahead
+
+    def restore(self, nodes: dict[int, str]) -> None:
+        """Take over the nodes of an earlier server."""
+        with self._lock:
+            for nodeid, name in nodes.items():
+                self.nodes[nodeid] = self._names[name] = Node(nodeid, name)
+
+    def lookup(self, name: bytes) -> Node | None:
+        """The node of a layer, opened; None for anything that is no layer here. Raises WeenvError where it is broken."""
+        try:
+            text = name.decode("ascii")
+            digests.from_hex(text)
+        except (UnicodeDecodeError, WeenvError):
+            return None
+        with self._lock:
+            node = self._names.get(text)
+            if node is not None and node.layer is not None and self._current(node.layer):
+                return node
+            layer = self._open(text)
+            if layer is None:
+                return None
+            if node is None:
+                node = Node(max(self.nodes, default=FIRST_NODE - 1) + 1, text)
+                self.remember(node.nodeid, text)
+            node.opened(layer)
+            self._names[text] = node
+            self.nodes[node.nodeid] = node
+            return node
+
+    def reopen(self, node: Node, *, fresh: bool) -> Layer | None:
+        """The open layer of a known node; None where its directory is gone. Raises WeenvError where it is broken.
+
+        ``fresh``: make sure that it is the directory which is there now (OPEN), not one that was discarded meanwhile.
+        """
+        layer = node.layer
+        if layer is not None and (not fresh or self._current(layer)):
+            return layer
+        with self._lock:
+            layer = node.layer
+            if layer is not None and (not fresh or self._current(layer)):
+                return layer
+            found = self._open(node.name) or (layer if layer is not None else self._open_discarded(node.name))
+            if found is not None and found is not layer:
+                node.opened(found)
+            return found
+
+    def open_layers(self) -> list[Layer]:
+        """The layers that are open now."""
+        return [layer for node in list(self.nodes.values()) if (layer := node.layer) is not None]
+
+    def close_idle(self, before: float) -> int:
+        """Close layers that nobody has read since ``before`` (``time.monotonic()``); returns how many."""
+        count = 0
+        for node in list(self.nodes.values()):
+            layer = node.layer
+            if layer is not None and layer.last_used < before and not layer.flights and not layer.presence.volatile:
+                node.layer = None
+                count += 1
+        return count
+
+    def _current(self, layer: Layer) -> bool:
+        try:
+            found = os.stat(layer.path)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == layer.identity
+
+    def _open(self, name: str) -> Layer | None:
+        return self._open_at(self.dirs.path("sha256:" + name), name)
+
+    def _open_discarded(self, name: str) -> Layer | None:
+        """A layer that was discarded while in use, after a restart: it is still in the trash, or it is lost."""
+        try:
+            names = os.listdir(self.dirs.trash)
+        except OSError:
+            return None
+        for candidate in names:
+            if candidate.startswith(name + "-") and (layer := self._open_at(os.path.join(self.dirs.trash, candidate), name)):
+                return layer
+        return None
+
+    def _open_at(self, path: str, name: str) -> Layer | None:
+        try:
+            found = os.stat(path)
+            with open(os.path.join(path, "source.json"), "rb") as file:
+                source = LayerSource.from_json(file.read(1 << 20))
+            with open(os.path.join(path, "toc"), "rb") as file:
+                tail = file.read(source.toc_length + 1)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StorageError(f"cannot read {path}: {error.strerror}", errno=error.errno or 0) from error
+        if source.digest != "sha256:" + name:
+            raise FormatError(f"{path}/source.json is about {source.digest}")
+        if len(tail) != source.toc_length:
+            raise FormatError(f"{path}/toc has another length than source.json says")
+        digests.verify(tail, source.toc_digest, f"{path}/toc")
+        frames, size = self._read_tail(tail, source)
+        # The present file is looked at first: creating ``data`` anew must not make an old one look valid.
+        presence = Presence.open(path, frames.content_sizes, size)
+        store = DataStore.open(os.path.join(path, "data"), size)
+        layer = Layer(source, path, frames, size, presence, store, self._open_sources(source), (found.st_dev, found.st_ino))
+        if self._make_read_ahead is not None:
+            layer.read_ahead = self._make_read_ahead(layer)
+        layer.last_used = time.monotonic()
+        return layer

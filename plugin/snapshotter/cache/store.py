@@ -1,0 +1,93 @@
+"""The ``data`` file of a layer directory: its tar stream, with holes where frames have not been fetched."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from typing import Final
+
+from weenv.core.errors import StorageError
+
+_RETRY: Final = 1.0
+"""Seconds between attempts to create a file that the disk had no room for."""
+
+
+class DataStore:
+    """The sparse file at ``path``, ``size`` bytes long. Reads and writes may come from any thread.
+
+    ``fd`` is -1 while the file cannot be created; :meth:`write` then tries again about once a second.
+    """
+
+    def __init__(self, path: str, size: int) -> None:
+        self.fd = -1
+        self._path = path
+        self._size = size
+        self._lock = threading.Lock()
+        self._next_try = 0.0
+
+    @classmethod
+    def open(cls, path: str, size: int) -> DataStore:
+        """Open or create the file. A full disk is no error here; other failures raise :class:`StorageError`."""
+        store = cls(path, size)
+        try:
+            store._create()
+        except OSError as error:
+            if not is_full(error):
+                raise StorageError(f"cannot open {path}: {error.strerror}", errno=error.errno or 0) from error
+        return store
+
+    def _create(self) -> None:
+        fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(fd).st_size != self._size:
+                os.ftruncate(fd, self._size)
+        except BaseException:
+            os.close(fd)
+            raise
+        self.fd = fd
+
+    def write(self, offset: int, content: bytes | memoryview) -> None:
+        """Write all of ``content`` at ``offset``. Raises :class:`StorageError`; its errno is ENOSPC where space ran out."""
+        try:
+            if self.fd < 0:
+                with self._lock:
+                    if self.fd < 0:
+                        now = time.monotonic()
+                        if now < self._next_try:
+                            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                        self._next_try = now + _RETRY
+                        self._create()
+            written = os.pwrite(self.fd, content, offset)
+            if written == len(content):
+                return
+            view = memoryview(content)
+            while written < len(view):
+                written += os.pwrite(self.fd, view[written:], offset + written)
+        except OSError as error:
+            raise StorageError(f"cannot write {self._path}: {error.strerror}", errno=error.errno or 0) from error
+
+    def sync(self) -> None:
+        """fdatasync. Raises :class:`StorageError`."""
+        if self.fd < 0:
+            return
+        try:
+            os.fdatasync(self.fd)
+        except OSError as error:
+            raise StorageError(f"cannot sync {self._path}: {error.strerror}", errno=error.errno or 0) from error
+
+    def allocated(self) -> int:
+        """Bytes of disk that the file takes."""
+        return os.fstat(self.fd).st_blocks * 512 if self.fd >= 0 else 0
+
+    def close(self) -> None:
+        """Close the file. No read or write may be under way."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def is_full(error: OSError | StorageError) -> bool:
+    """True where ``error`` says that the disk has no room (as opposed to a broken disk)."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

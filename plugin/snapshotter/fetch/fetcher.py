@@ -1,0 +1,499 @@
+"""Gets missing frames: from whoever asks to the ranged reads, the checks, the disk and back.
+
+Threads and state (docs/concurrency/blobfs.md has the long form)
+    Anyone may call :meth:`Fetcher.request`: FUSE threads, decoder threads, the event loop. One lock guards the queues, every
+    layer's ``flights`` and every :class:`Waiter`'s counters; it is held for table look-ups only, never over I/O.
+    The event loop's thread runs the ranged reads. Decoder threads check, decompress, store and answer.
+
+A frame that is asked for while it is missing has exactly one :class:`Flight`, whoever asks and however often. A flight
+ends in one place (:meth:`Fetcher._land` or :meth:`Fetcher._fail`), which removes it and tells its waiters.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import queue
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from contextlib import aclosing
+from functools import partial
+
+from weenv.core.errors import (
+    FormatError,
+    NotFoundInSource,
+    SourceError,
+    StorageError,
+    UnauthorizedError,
+    UnavailableError,
+    WeenvError,
+)
+from weenv.plugin.snapshotter.cache.store import is_full
+from weenv.plugin.snapshotter.fetch.flight import (
+    ACTIVE,
+    AHEAD,
+    DEMAND,
+    FILL,
+    PAUSED,
+    QUEUED,
+    FetchLayer,
+    FetchSettings,
+    FetchStats,
+    Flight,
+    Verify,
+    Waiter,
+)
+from weenv.plugin.snapshotter.fetch.planner import span
+
+log = logging.getLogger(__name__)
+
+
+class Fetcher:
+    """See the module's text. Create it in the event loop that is to run the ranged reads; end it with :meth:`close`."""
+
+    def __init__(self, verify: Verify, settings: FetchSettings | None = None) -> None:
+        self.settings = settings or FetchSettings()
+        self.stats = FetchStats()
+        self.last_demand = 0.0
+        """``time.monotonic()`` of the last frame that a reader had to wait for."""
+        self._verify = verify
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._queues: tuple[deque[Flight], ...] = (deque(), deque(), deque())
+        self._running = [0, 0, 0]  # ranged reads, by the priority they were begun for
+        self._demanded = 0  # flights that a reader waits for
+        self._woken = False
+        self._closed = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._backlog = 0
+        self._drained = asyncio.Event()
+        self._drained.set()
+        self._memory: OrderedDict[tuple[int, int], tuple[FetchLayer, bytes]] = OrderedDict()
+        self._memory_bytes = 0
+        self._full_since = 0.0
+        self._work: queue.SimpleQueue[tuple[Flight, bytes, int] | None] = queue.SimpleQueue()
+        self._decoders = [
+            threading.Thread(target=self._decode, name=f"decoder-{number}", daemon=True)
+            for number in range(self.settings.decoders)
+        ]
+        for thread in self._decoders:
+            thread.start()
+
+    @property
+    def demanded(self) -> int:
+        """The number of missing frames that readers wait for right now."""
+        return self._demanded
+
+    @property
+    def running(self) -> int:
+        """The number of ranged reads in flight."""
+        return sum(self._running)
+
+    # -- asking ---------------------------------------------------------------------------------------------------
+
+    def request(self, layer: FetchLayer, frames: Iterable[int], waiter: Waiter, ahead: Iterable[int] = ()) -> None:
+        """Have ``waiter`` told when all ``frames`` are there; fetch ``ahead`` too, at the lower priority. Any thread."""
+        states, flights = layer.presence.states, layer.flights
+        refused = False
+        with self._lock:
+            if self._closed:
+                refused = True
+            for frame in frames:
+                if refused or states[frame]:
+                    waiter.pieces[frame] = None
+                    continue
+                if self._memory and (held := self._memory.get((id(layer), frame))) is not None:
+                    waiter.pieces[frame] = held[1]
+                    continue
+                if layer.refused and (until := layer.refused.get(frame)) is not None:
+                    if time.monotonic() < until:
+                        refused = True
+                        continue
+                    del layer.refused[frame]
+                self._demand(layer, flights, frame).waiters.append(waiter)
+                waiter.left += 1
+            left = -1 if refused else waiter.left
+            if refused:
+                waiter.left = -1
+            for frame in ahead:
+                if frame not in flights and not states[frame]:
+                    flights[frame] = flight = Flight(layer, frame, AHEAD)
+                    self._queues[AHEAD].append(flight)
+            wake = not self._woken
+            self._woken = True
+        if wake:
+            self._wake()
+        if left == 0:
+            waiter.complete()
+        elif left < 0:
+            waiter.fail(errno.EIO)
+
+    def want(self, layer: FetchLayer, frames: Iterable[int], priority: int, waiter: Waiter | None = None) -> None:
+        """Fetch ``frames`` at ``priority`` AHEAD or FILL; failures are dropped silently, unless a ``waiter`` is told."""
+        states, flights = layer.presence.states, layer.flights
+        with self._lock:
+            for frame in frames:
+                if states[frame]:
+                    continue
+                flight = flights.get(frame)
+                if flight is None:
+                    flights[frame] = flight = Flight(layer, frame, priority)
+                    self._queues[priority].append(flight)
+                if waiter is not None:
+                    flight.waiters.append(waiter)
+                    waiter.left += 1
+            left = -1 if waiter is None else waiter.left
+            wake = not self._woken
+            self._woken = True
+        if wake:
+            self._wake()
+        if left == 0 and waiter is not None:
+            waiter.complete()
+
+    def abandon(self, waiter: Waiter) -> bool:
+        """The waiter's owner no longer waits; True where it has not been told yet and now never will be. Any thread."""
+        with self._lock:
+            if waiter.left <= 0:
+                return False
+            waiter.left = -1
+            return True
+
+    def _demand(self, layer: FetchLayer, flights: dict[int, Flight], frame: int) -> Flight:
+        flight = flights.get(frame)
+        if flight is None:
+            flights[frame] = flight = Flight(layer, frame, DEMAND)
+            self._queues[DEMAND].append(flight)
+        elif flight.priority != DEMAND:
+            flight.priority = DEMAND
+            if flight.state == QUEUED:
+                self._queues[DEMAND].append(flight)  # its entry in the other queue is skipped there
+        else:
+            return flight
+        self.last_demand = now = time.monotonic()
+        flight.deadline = now + self.settings.deadline
+        self._demanded += 1
+        return flight
+
+    # -- dispatching (event loop) -----------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        try:
+            self._loop.call_soon_threadsafe(self._dispatch)
+        except RuntimeError:  # the loop is closed: the process is ending, the next server gets the request again
+            return
+
+    def _dispatch(self) -> None:
+        while True:
+            with self._lock:
+                self._woken = False
+                if self._closed:
+                    return
+                flights, priority = self._next()
+                if not flights:
+                    return
+                self._running[priority] += 1
+                self.stats.ranges += 1
+            task = self._loop.create_task(self._run(flights, priority))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _next(self) -> tuple[list[Flight], int]:
+        """The flights of the next ranged read, now active, and its priority; none where nothing may start. Locked."""
+        settings, running = self.settings, self._running
+        total = sum(running)
+        for priority, pending in enumerate(self._queues):
+            if priority == DEMAND:
+                allowed = total < settings.parallelism
+            elif priority == AHEAD:
+                allowed = total < max(1, settings.parallelism - 2)
+            else:
+                allowed = total == 0 and not self._demanded
+            if not allowed:
+                break
+            while pending:
+                flight = pending.popleft()
+                if flight.state != QUEUED or flight.priority != priority:
+                    continue
+                layer = flight.layer
+                flights = layer.flights
+                reach = max(priority, AHEAD)
+
+                def wanted(frame: int, flights: dict[int, Flight] = flights, seed: Flight = flight, reach: int = reach) -> bool:
+                    other = flights.get(frame)
+                    return (
+                        other is not None
+                        and other.state == QUEUED
+                        and other.priority <= reach
+                        and other.tried == seed.tried
+                        and other.useless == seed.useless
+                    )
+
+                limit = settings.fill_range_max if priority == FILL else settings.range_max
+                first, end = span(flight.frame, layer.starts, wanted, limit)
+                chosen = [flights[frame] for frame in range(first, end)]
+                for one in chosen:
+                    one.state = ACTIVE
+                return chosen, priority
+        return [], 0
+
+    async def _run(self, flights: list[Flight], priority: int) -> None:
+        """One ranged read: hands every frame to the decoders as soon as its last byte is here."""
+        layer, seed = flights[0].layer, flights[0]
+        done = 0
+        number = -1
+        failure: WeenvError = UnavailableError("the fetch was cancelled")
+        try:
+            number = self._choose(layer, seed)
+            source = layer.sources[number]
+            starts = layer.starts
+            begin = starts[seed.frame]
+            length = starts[flights[-1].frame + 1] - begin
+            parts: list[bytes | memoryview] = []
+            have, need = 0, starts[seed.frame + 1] - begin
+            patience = self.settings.stall
+            async with (
+                asyncio.timeout(patience) as stall,
+                aclosing(source.stream(begin, length, deadline=self._remaining(flights))) as chunks,
+            ):
+                async for chunk in chunks:
+                    stall.reschedule(self._loop.time() + patience)
+                    self.stats.fetched_bytes += len(chunk)
+                    view = memoryview(chunk)
+                    while done < len(flights) and have + len(view) >= need:
+                        take = need - have
+                        data = chunk if take == len(chunk) else b"".join([*parts, view[:take]])
+                        parts, have, view = [], 0, view[take:]
+                        flight = flights[done]
+                        done += 1
+                        self._queue_decode(flight, data, number)
+                        if done < len(flights):
+                            need = starts[flight.frame + 2] - starts[flight.frame + 1]
+                    if len(view):
+                        if done == len(flights):
+                            break  # more than was asked for
+                        parts.append(view)
+                        have += len(view)
+                    if not self._drained.is_set() or (priority == FILL and self._demanded):
+                        stall.reschedule(None)
+                        await self._hold(flights[done:], priority)
+                        stall.reschedule(self._loop.time() + patience)
+            if done < len(flights):
+                failure = UnavailableError(
+                    f"{layer.name}: the source sent {have} of {need} bytes of frame {flights[done].frame}"
+                )
+                self.stats.error("short")
+        except TimeoutError:
+            failure = UnavailableError(f"{layer.name}: the source sent nothing for {self.settings.stall:g} s")
+            self.stats.error("stall")
+        except WeenvError as error:
+            failure = error
+            self.stats.error(_kind(error))
+        except OSError as error:
+            failure = UnavailableError(f"{layer.name}: {error}")
+            self.stats.error("source")
+        except Exception as error:
+            failure = UnavailableError(f"{layer.name}: unexpected {type(error).__name__}: {error}")
+            self.stats.error("source")
+            log.exception("a source failed in an unexpected way", extra={"layer": layer.name})
+        finally:
+            with self._lock:
+                self._running[priority] -= 1
+                closed = self._closed
+            if done == len(flights):
+                layer.preferred = number
+            elif not closed:
+                for flight in flights[done:]:
+                    self._retry(flight, number, failure, useless=isinstance(failure, NotFoundInSource | UnauthorizedError))
+            self._dispatch()
+
+    async def _hold(self, flights: list[Flight], priority: int) -> None:
+        """Pause a ranged read: while decoders are behind, and for a fill while readers wait for something else."""
+        await self._drained.wait()
+        # Polled: the condition changes in other threads, thousands of times a second while readers read.
+        while priority == FILL and self._demanded and not any(flight.priority == DEMAND for flight in flights):
+            await asyncio.sleep(0.005)
+
+    def _remaining(self, flights: list[Flight]) -> float:
+        """Seconds that a source may take for its own retries: until the first reader gives up."""
+        now = time.monotonic()
+        waits = [flight.deadline - now for flight in flights if flight.priority == DEMAND]
+        return max(1.0, min(waits, default=self.settings.deadline))
+
+    def _choose(self, layer: FetchLayer, flight: Flight) -> int:
+        count = len(layer.sources)
+        for step in range(count):
+            number = (layer.preferred + step) % count
+            if number not in flight.tried and number not in flight.useless:
+                return number
+        raise NotFoundInSource(
+            f"{layer.name}: no source has frame {flight.frame}", hint="see source.json in the layer directory"
+        )
+
+    def _queue_decode(self, flight: Flight, data: bytes, source: int) -> None:
+        with self._lock:
+            self._backlog += int(flight.layer.frames.content_sizes[flight.frame])
+            if self._backlog > self.settings.backlog:
+                self._drained.clear()
+        self._work.put((flight, data, source))
+
+    # -- ending a flight ----------------------------------------------------------------------------------------------
+
+    def _decode(self) -> None:
+        """A decoder thread: check, decompress, store, answer."""
+        while (item := self._work.get()) is not None:
+            flight, data, source = item
+            layer, frame = flight.layer, flight.frame
+            try:
+                content = self._verify(layer.frames, frame, data)
+                del data
+                self._land(flight, content, self._save(layer, frame, content))
+                del content
+            except FormatError as error:
+                with self._lock:
+                    self.stats.error("digest")
+                fields = {"layer": layer.name, "frame": frame, "source": str(layer.sources[source]), "error": str(error)}
+                log.warning("a source sent a bad frame", extra=fields)
+                self._loop_call(partial(self._retry, flight, source, error, useless=True))
+            except Exception as error:
+                log.exception("a decoder failed", extra={"layer": layer.name, "frame": frame})
+                self._loop_call(partial(self._fail, flight, f"unexpected {error!r}"))
+            finally:
+                self._settle(int(layer.frames.content_sizes[frame]))
+
+    def _settle(self, size: int) -> None:
+        with self._lock:
+            self._backlog -= size
+            low = self._backlog <= self.settings.backlog // 2
+        if low and not self._drained.is_set():
+            self._loop_call(self._drained.set)
+
+    def _loop_call(self, call: Callable[[], object]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call)
+        except RuntimeError:
+            return
+
+    def _save(self, layer: FetchLayer, frame: int, content: bytes) -> bool:
+        """Write a frame and mark it; False where the disk would not take it."""
+        try:
+            layer.store.write(layer.contents[frame], content)
+        except StorageError as error:
+            full = is_full(error)
+            with self._lock:
+                self.stats.error("enospc" if full else "storage")
+                first = not self._full_since
+                self._full_since = time.monotonic()
+            if first:
+                fields = {"error": str(error), "hint": "free space under the root directory"}
+                log.error("serving without a cache: the disk takes no data", extra=fields)
+            return False
+        if self._full_since:
+            self._full_since = 0.0
+            log.warning("the disk takes data again: caching goes on")
+        layer.presence.mark(frame)
+        return True
+
+    def _land(self, flight: Flight, content: bytes, stored: bool) -> None:
+        layer, frame = flight.layer, flight.frame
+        ready: list[Waiter] = []
+        with self._lock:
+            layer.flights.pop(frame, None)
+            if flight.priority == DEMAND:
+                self._demanded -= 1
+            self.stats.frames[flight.priority] += 1
+            self.stats.stored_bytes += len(content)
+            if not stored:
+                self._remember(layer, frame, content)
+            elif self._memory and (old := self._memory.pop((id(layer), frame), None)) is not None:
+                self._memory_bytes -= len(old[1])
+            for waiter in flight.waiters:
+                if waiter.left > 0:
+                    waiter.pieces[frame] = content
+                    waiter.left -= 1
+                    if waiter.left == 0:
+                        ready.append(waiter)
+        for waiter in ready:
+            waiter.complete()
+
+    def _remember(self, layer: FetchLayer, frame: int, content: bytes) -> None:
+        """Keep a frame that could not be stored; the oldest go when there are too many bytes. Locked."""
+        self._memory[id(layer), frame] = (layer, content)  # holding the layer keeps its id from being used again
+        self._memory_bytes += len(content)
+        while self._memory_bytes > self.settings.memory and len(self._memory) > 1:
+            _, (_, old) = self._memory.popitem(last=False)
+            self._memory_bytes -= len(old)
+
+    def _retry(self, flight: Flight, source: int, error: WeenvError, *, useless: bool) -> None:
+        """After a failure: the next source at once, another round after a pause, or the end. Event loop's thread."""
+        layer, settings = flight.layer, self.settings
+        if source >= 0:
+            (flight.useless if useless else flight.tried).add(source)
+        known = range(len(layer.sources))
+        if all(number in flight.useless for number in known):
+            self._fail(flight, str(error))
+            return
+        delay = 0.0
+        if all(number in flight.useless or number in flight.tried for number in known):
+            delay = min(settings.backoff * 2.0**flight.rounds, settings.backoff_max)
+            if isinstance(error, UnavailableError) and error.retry_after is not None:
+                delay = max(delay, error.retry_after)
+            flight.rounds += 1
+            flight.tried.clear()
+            if flight.priority != DEMAND or time.monotonic() + delay > flight.deadline:
+                self._fail(flight, str(error))
+                return
+        flight.state = PAUSED
+        self._loop.call_later(delay, self._requeue, flight)
+
+    def _requeue(self, flight: Flight) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            flight.state = QUEUED
+            self._queues[flight.priority].appendleft(flight)
+        self._dispatch()
+
+    def _fail(self, flight: Flight, reason: str) -> None:
+        layer, frame = flight.layer, flight.frame
+        failed: list[Waiter] = []
+        now = time.monotonic()
+        with self._lock:
+            layer.flights.pop(frame, None)
+            if flight.priority == DEMAND:
+                self._demanded -= 1
+                self.stats.error("eio")
+                layer.refused[frame] = now + self.settings.refuse
+            complain = flight.priority == DEMAND and now >= layer.complain_after
+            if complain:
+                layer.complain_after = now + 10.0
+            for waiter in flight.waiters:
+                if waiter.left > 0:
+                    waiter.left = -1
+                    failed.append(waiter)
+        if complain:
+            log.error("readers get EIO: a frame cannot be had", extra={"layer": layer.name, "frame": frame, "error": reason})
+        for waiter in failed:
+            waiter.fail(errno.EIO)
+
+    async def close(self) -> None:
+        """Stop: no waiter is told any more (the kernel asks the next server again)."""
+        with self._lock:
+            self._closed = True
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for _ in self._decoders:
+            self._work.put(None)
+        for thread in self._decoders:
+            await asyncio.to_thread(thread.join)
+
+
+def _kind(error: WeenvError) -> str:
+    if isinstance(error, NotFoundInSource):
+        return "notfound"
+    if isinstance(error, UnauthorizedError):
+        return "unauthorized"
+    return "source" if isinstance(error, SourceError) else "storage"

@@ -1,0 +1,171 @@
+"""The pieces that the fetcher works with: settings, counters, a layer, a frame on its way, and who waits for it.
+
+All of it is guarded by the fetcher's lock, except where a member says otherwise.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from weenv.layer.toc import Frames
+from weenv.plugin.snapshotter.cache.present import Presence
+from weenv.plugin.snapshotter.cache.store import DataStore
+from weenv.plugin.snapshotter.fetch.planner import offsets
+from weenv.registry.source import BlobSource
+
+DEMAND: Final = 0
+"""A reader waits for the frame."""
+AHEAD: Final = 1
+"""A reader is expected to ask for it soon."""
+FILL: Final = 2
+"""Nobody asked; the rest of a layer."""
+
+QUEUED: Final = 0
+"""State of a flight: it waits in a queue."""
+ACTIVE: Final = 1
+"""It is part of a ranged read, or with a decoder."""
+PAUSED: Final = 2
+"""It failed, and is queued again in a moment."""
+
+
+Verify = Callable[[Frames, int, bytes], bytes]
+"""``verify_frame(frames, number, compressed) -> content``: checks the digest, then decompresses. Raises FormatError."""
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSettings:
+    """Bounds of the fetcher. Sizes are in bytes, times in seconds."""
+
+    parallelism: int = 8
+    """Ranged reads in flight, all layers together."""
+    range_max: int = 2 << 20
+    """Largest ranged read for demand and read-ahead (a single larger frame is still one read)."""
+    fill_range_max: int = 512 << 10
+    deadline: float = 60.0
+    """How long a reader waits for a source that does not answer before it gets EIO."""
+    stall: float = 15.0
+    """A ranged read that brings nothing for so long is given up and tried again."""
+    backoff: float = 0.2
+    """Pause after the first failed round over all sources; doubles each round, up to ``backoff_max``."""
+    backoff_max: float = 5.0
+    refuse: float = 1.0
+    """After an EIO, how long further readers of that frame get EIO without another attempt."""
+    decoders: int = 2
+    backlog: int = 32 << 20
+    """Content bytes that may wait for a decoder before ranged reads pause."""
+    memory: int = 32 << 20
+    """Content bytes kept in memory while the disk is full."""
+
+
+class Waiter:
+    """Somebody who needs several frames: told once, when the last is there or the first has failed.
+
+    ``complete`` and ``fail`` run in a decoder's or the event loop's thread, or in that of the caller of
+    :meth:`Fetcher.request`; they must not block for long.
+    """
+
+    __slots__ = ("left", "pieces")
+
+    def __init__(self) -> None:
+        self.left = 0
+        self.pieces: dict[int, bytes | None] = {}
+        """Frame number to content; None: the frame is in the layer's ``data`` file."""
+
+    def complete(self) -> None:
+        """All frames are there, in ``pieces``."""
+        raise NotImplementedError
+
+    def fail(self, code: int) -> None:
+        """A frame could not be had; ``code`` is an errno."""
+        raise NotImplementedError
+
+
+class FutureWaiter(Waiter):
+    """A waiter for coroutines: ``future`` becomes ``pieces``, or an OSError."""
+
+    __slots__ = ("_loop", "future")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[dict[int, bytes | None]] = self._loop.create_future()
+
+    def complete(self) -> None:
+        """Resolve the future."""
+        self._loop.call_soon_threadsafe(self._set, None)
+
+    def fail(self, code: int) -> None:
+        """Fail the future."""
+        self._loop.call_soon_threadsafe(self._set, OSError(code, "frame could not be fetched"))
+
+    def _set(self, error: OSError | None) -> None:
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(self.pieces)
+        else:
+            self.future.set_exception(error)
+
+
+class Flight:
+    """One frame on its way."""
+
+    __slots__ = ("deadline", "frame", "layer", "priority", "rounds", "state", "tried", "useless", "waiters")
+
+    def __init__(self, layer: FetchLayer, frame: int, priority: int) -> None:
+        self.layer = layer
+        self.frame = frame
+        self.priority = priority
+        self.state = QUEUED
+        self.waiters: list[Waiter] = []
+        self.deadline = 0.0
+        self.rounds = 0
+        self.tried: set[int] = set()
+        self.useless: set[int] = set()  # sources that answered with wrong bytes or do not hold the blob
+
+
+@dataclass(eq=False)
+class FetchLayer:
+    """What the fetcher needs to know of a layer. ``sources`` are in the order to try them."""
+
+    name: str
+    frames: Frames
+    presence: Presence
+    store: DataStore
+    sources: Sequence[BlobSource]
+    starts: array[int] = field(init=False)
+    """Compressed offsets, n + 1 of them."""
+    contents: array[int] = field(init=False)
+    """Content offsets (in the tar stream), n + 1 of them."""
+    flights: dict[int, Flight] = field(init=False, default_factory=dict)
+    refused: dict[int, float] = field(init=False, default_factory=dict)
+    preferred: int = field(init=False, default=0)
+    complain_after: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self.starts = offsets(self.frames.compressed_offsets)
+        self.contents = offsets(self.frames.content_offsets)
+
+
+@dataclass
+class FetchStats:
+    """Counters; written under the fetcher's lock, read by anyone. Bytes and counts since the process began."""
+
+    fetched_bytes: int = 0
+    """Compressed bytes that arrived, whatever became of them."""
+    stored_bytes: int = 0
+    """Content bytes of frames that passed the checks."""
+    frames: list[int] = field(default_factory=lambda: [0, 0, 0])
+    """Frames that passed the checks, by priority."""
+    ranges: int = 0
+    """Ranged reads begun."""
+    errors: dict[str, int] = field(default_factory=dict)
+    """By kind: digest, source, notfound, unauthorized, short, stall, enospc, storage, eio."""
+
+    def error(self, kind: str) -> None:
+        """Count an error."""
+        self.errors[kind] = self.errors.get(kind, 0) + 1

@@ -1,0 +1,243 @@
+"""What to fetch: decisions over plain data, without I/O, clock or threads.
+
+Two questions are answered here. :func:`span` says which neighbours go into one ranged read with a frame.
+:class:`ReadAhead` says which frames to fetch before anybody asks for them.
+
+Read-ahead knows where large files begin and end (:class:`Extents`), so it never runs past the file that is read:
+
+* *Streams*: a reader that goes forward through a file gets a window of frames ahead of it. The window doubles with every
+  step that finds its frames already there or on their way, up to a limit, and collapses when the reader jumps.
+* *Density*: page faults of a large program come in any order. Around a missing frame, the largest aligned block of
+  2, 4, 8, ... frames of the same file in which at least half have been asked for is completed. So at most as much is
+  fetched on a guess as was asked for, and a random reader of a few frames causes nothing.
+* *Neighbours*: small files share frames, and those next to each other in the tar are often read one after the other. When
+  frames are demanded in sequence the next few are fetched too, on a budget: guesses that nobody has used yet may amount
+  to ``waste`` of the compressed bytes demanded so far, so bytes fetched stay below (1 + waste) times those needed.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from weenv.layer.toc import FILE, FLAG_SPARSE, NO_DATA, Toc
+
+_MAX_STREAMS: Final = 32
+"""Streams remembered per layer; the least recently used one goes."""
+
+
+def offsets(sizes: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> array[int]:
+    """A u64 offset table as an ``array``, which bisects three times faster than numpy for single values."""
+    table = array("Q")
+    table.frombytes(sizes.astype("=u8").tobytes())
+    return table
+
+
+@dataclass(frozen=True, slots=True)
+class Extents:
+    """Files that have frames of their own: file ``i`` owns frames ``first[i] ... end[i]``; sorted, disjoint."""
+
+    first: array[int]
+    end: array[int]
+
+    @classmethod
+    def none(cls) -> Extents:
+        """No file is known to be large."""
+        return cls(array("Q"), array("Q"))
+
+    @classmethod
+    def of(cls, toc: Toc) -> Extents:
+        """The files of a layer that reach into at least two frames, each from its first frame to its last."""
+        entries = toc.entries
+        plain = (entries.kind == FILE) & (entries.aux != NO_DATA) & ((entries.flags & FLAG_SPARSE) == 0) & (entries.size > 0)
+        begin = entries.aux[plain]
+        finish = begin + entries.size[plain]
+        if len(toc.sparse):
+            begin = np.concatenate([begin, toc.sparse.stream])
+            finish = np.concatenate([finish, toc.sparse.stream + toc.sparse.length])
+        content = toc.frames.content_offsets
+        first = np.searchsorted(content, begin, side="right") - 1
+        end = np.searchsorted(content, finish, side="left")
+        large = end - first >= 2
+        order = np.argsort(first[large], kind="stable")
+        first, end = first[large][order], end[large][order]
+        # Two large files may meet within one frame; the later one owns it.
+        if len(first) > 1:
+            end[:-1] = np.minimum(end[:-1], first[1:])
+        keep = end > first
+        return cls(offsets(first[keep].astype(np.uint64)), offsets(end[keep].astype(np.uint64)))
+
+    def file_of(self, frame: int) -> tuple[int, int]:
+        """``(first, end)`` of the large file that owns ``frame``, or ``(0, 0)``."""
+        index = bisect_right(self.first, frame) - 1
+        if index >= 0 and frame < self.end[index]:
+            return self.first[index], self.end[index]
+        return 0, 0
+
+
+def span(frame: int, starts: array[int], wanted: Callable[[int], bool], limit: int) -> tuple[int, int]:
+    """``(first, end)`` of one ranged read: ``frame`` and its neighbours that are ``wanted``, at most ``limit`` bytes.
+
+    ``starts`` are the compressed offsets (n + 1 of them). Grows forwards first, so that ``frame`` tends to come first in
+    the answer; backwards only over what fits. Always holds ``frame`` itself, however large it is.
+    """
+    first, end, last = frame, frame + 1, len(starts) - 1
+    while end < last and starts[end + 1] - starts[first] <= limit and wanted(end):
+        end += 1
+    while first > 0 and starts[end] - starts[first - 1] <= limit and wanted(first - 1):
+        first -= 1
+    return first, end
+
+
+@dataclass(slots=True)
+class _Stream:
+    """A reader going forward through ``[first, end)``: it asks for ``position`` next; frames below ``ahead`` were planned."""
+
+    first: int
+    end: int
+    position: int
+    ahead: int
+    window: int = 0
+
+
+class ReadAhead:
+    """Read-ahead decisions for one layer. Not thread-safe.
+
+    ``states`` are the frame states of cache/present.py (0: missing); ``planned`` answers whether a frame is on its way.
+    """
+
+    def __init__(
+        self,
+        starts: array[int],
+        states: bytearray,
+        planned: Callable[[int], bool],
+        *,
+        window_min: int = 256 << 10,
+        window_max: int = 8 << 20,
+        block_max: int = 64,
+        waste: float = 0.12,
+        waste_floor: int = 256 << 10,
+    ) -> None:
+        self.extents = Extents.none()
+        self.demanded_bytes = 0
+        """Compressed bytes of the frames that readers have asked for."""
+        self.guessed_bytes = 0
+        """Compressed bytes of neighbours fetched on a guess that nobody has asked for yet."""
+        self._starts = starts
+        self._states = states
+        self._planned = planned
+        self._asked = bytearray(len(states))  # 1: a reader has asked for the frame
+        self._guessed: set[int] = set()
+        self._streams: dict[int, _Stream] = {}
+        self._window_min = window_min
+        self._window_max = window_max
+        self._block_max = block_max
+        self._waste = waste
+        self._waste_floor = waste_floor
+        self._run_end = -1  # small files: where the last demand ended
+        self._run_window = 0
+
+    def observe(self, first: int, end: int) -> list[int]:
+        """A reader asks for frames ``[first, end)``: which others to fetch as well, in the order to fetch them."""
+        asked = self._asked
+        fresh = asked.find(0, first, end) >= 0
+        if fresh:
+            starts = self._starts
+            for frame in range(first, end):
+                if not asked[frame]:
+                    asked[frame] = 1
+                    size = starts[frame + 1] - starts[frame]
+                    self.demanded_bytes += size
+                    if frame in self._guessed:
+                        self._guessed.discard(frame)
+                        self.guessed_bytes -= size
+        low, high = self.extents.file_of(first)
+        if not high:
+            return self._neighbours(first, end) if fresh else []
+        return self._file(low, high, first, end, fresh)
+
+    def forget(self, frame: int) -> None:
+        """A frame that was planned could not be had; it no longer counts as fetched on a guess."""
+        if frame in self._guessed:
+            self._guessed.discard(frame)
+            self.guessed_bytes -= self._starts[frame + 1] - self._starts[frame]
+
+    def _wanted(self, low: int, high: int) -> list[int]:
+        states, planned = self._states, self._planned
+        return [frame for frame in range(low, high) if not states[frame] and not planned(frame)]
+
+    def _file(self, low: int, high: int, first: int, end: int, fresh: bool) -> list[int]:
+        stream = self._match(low, first, end)
+        if stream is None:
+            stream = _Stream(low, high, end, end)
+            self._streams[id(stream)] = stream
+            if len(self._streams) > _MAX_STREAMS:
+                del self._streams[next(iter(self._streams))]
+            return self._block(low, high, first) if fresh else []
+        if end <= stream.position:
+            return []
+        stream.position = end
+        stream.ahead = max(stream.ahead, end)
+        stream.window = min(max(self._window_min, stream.window * 2), self._window_max)
+        starts = self._starts
+        reach = starts[end] + stream.window
+        if starts[stream.ahead] - starts[end] > stream.window // 2:
+            return []  # more than half of the window is still to be read: ask for more in one piece later
+        target = min(max(bisect_right(starts, reach) - 1, end + 1), high)
+        wanted = self._wanted(stream.ahead, target)
+        stream.ahead = max(stream.ahead, target)
+        return wanted
+
+    def _match(self, low: int, first: int, end: int) -> _Stream | None:
+        """The stream that a read at ``first`` continues: at its position, within its window, or just behind it."""
+        for key, stream in reversed(self._streams.items()):
+            if stream.first == low and stream.position - 1 <= first <= stream.ahead:
+                del self._streams[key]
+                self._streams[key] = stream  # most recently used last
+                return stream
+        return None
+
+    def _block(self, low: int, high: int, frame: int) -> list[int]:
+        """Frames that complete the largest block around ``frame`` of which half has been asked for."""
+        size, best = 2, (0, 0)
+        asked = self._asked
+        while size <= self._block_max:
+            block = low + (frame - low) // size * size
+            block_end = min(block + size, high)
+            if 2 * asked.count(1, block, block_end) < block_end - block:
+                break
+            best = (block, block_end)
+            if block == low and block_end == high:
+                break
+            size *= 2
+        # A pair is completed by one demand alone, which would double every random read: four frames are the least.
+        return self._wanted(*best) if best[1] - best[0] >= 4 else []
+
+    def _neighbours(self, first: int, end: int) -> list[int]:
+        """Frames after ``[first, end)`` where small files are read in stream order, as far as the budget goes."""
+        if not self._run_end - 1 <= first <= self._run_end + self._run_window:
+            self._run_end, self._run_window = end, 0
+            return []
+        self._run_end = max(self._run_end, end)
+        self._run_window = min(max(1, self._run_window * 2), 16)
+        budget = self._waste_floor + int(self._waste * self.demanded_bytes) - self.guessed_bytes
+        wanted: list[int] = []
+        starts = self._starts
+        stop = min(self._run_end + self._run_window, len(self._states))
+        index = bisect_left(self.extents.first, self._run_end)
+        if index < len(self.extents.first):
+            stop = min(stop, self.extents.first[index])
+        for frame in self._wanted(self._run_end, stop):
+            size = starts[frame + 1] - starts[frame]
+            if size > budget:
+                break
+            budget -= size
+            self._guessed.add(frame)
+            self.guessed_bytes += size
+            wanted.append(frame)
+        return wanted

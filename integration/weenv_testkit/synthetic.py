@@ -15,7 +15,7 @@ import numpy as np
 import zstandard
 
 from weenv.core import digest as digests
-from weenv.layer import codec, seekable, zframe
+from weenv.layer.tail import build_tail
 from weenv.layer.toc import DIRECTORY, FILE, NO_DATA, Entries, Frames, SparseRows, Toc, XattrSets
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 
@@ -96,7 +96,7 @@ def make_layer(files: list[tuple[str, bytes]], *, target: int = 128 << 10, level
         np.frombuffer(b"".join(hashlib.sha256(part).digest() for part in parts), np.uint8).reshape(-1, 32),
     )
     toc = _toc(content, files, begins, frames, target, level)
-    tail = zframe.skippable(0x184D2A57, codec.encode_toc(toc)) + seekable.build(frames.compressed_sizes, frames.content_sizes)
+    tail = build_tail(toc)
     return SyntheticLayer(b"".join(parts) + tail, content, frames, tail, toc)
 
 

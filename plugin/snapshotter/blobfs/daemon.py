@@ -19,9 +19,8 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from weenv.core.aio import Background
 from weenv.core.errors import ConfigError, MountError, WeenvError
-from weenv.layer import codec, zframe
 from weenv.layer.toc import Frames
-from weenv.layer.verify import verify_frame
+from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
 from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
@@ -44,19 +43,18 @@ FILESYSTEM = "fuse.weenv-blobs"
 
 
 def read_tail(tail: bytes, source: LayerSource) -> tuple[Frames, int]:
-    """The frame table and the stream's size. Raises FormatError."""
-    return codec.decode_frames(_payload(tail))
+    """The frame table and the stream's size; the tail's digest is checked first. Raises FormatError."""
+    index = verify_frames(tail, _descriptor(source))
+    return index.frames, index.stream_size
 
 
 def read_extents(tail: bytes, source: LayerSource) -> Extents:
     """Where the large files lie. Raises FormatError."""
-    return Extents.of(codec.decode_toc(_payload(tail)))
+    return Extents.of(verify_tail(tail, _descriptor(source)))
 
 
-def _payload(tail: bytes) -> memoryview:
-    """The TOC frame's payload, within a tail that has its digest already checked."""
-    _magic, length = zframe.skippable_header(tail, "TOC frame")
-    return memoryview(tail)[zframe.SKIPPABLE_HEADER :][:length]
+def _descriptor(source: LayerSource) -> LayerDescriptor:
+    return LayerDescriptor(source.digest, source.size, source.toc_offset, source.toc_length, source.toc_digest)
 
 
 def connect(config: BlobfsConfig) -> tuple[holder.HolderClient, int, bool]:

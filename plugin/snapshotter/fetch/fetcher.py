@@ -313,7 +313,7 @@ class Fetcher:
         """Pause a ranged read: while decoders are behind, and for a fill while readers wait for something else."""
         await self._drained.wait()
         # Polled: the condition changes in other threads, thousands of times a second while readers read.
-        while priority == FILL and self._demanded and not any(flight.priority == DEMAND for flight in flights):
+        while priority == FILL and self._demanded and not any(flight.priority == DEMAND for flight in flights):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
 
     def _remaining(self, flights: list[Flight]) -> float:

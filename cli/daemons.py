@@ -1,0 +1,102 @@
+"""``weenv snapshotter`` and ``weenv blobfs``: the two daemons of a node."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import click
+
+from weenv.core.log import configure
+
+_CONFIG = click.option(
+    "--config",
+    "config_path",
+    default="/etc/weenv/config.toml",
+    show_default=True,
+    type=click.Path(dir_okay=False),
+    help="Configuration file; the default one need not exist.",
+)
+_LEVELS = ["debug", "info", "warning", "error"]
+
+
+def _log_options(command: click.decorators.FC) -> click.decorators.FC:
+    command = click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)(command)
+    return click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)(command)
+
+
+def _logging(ctx: click.Context, level: str, style: str) -> None:
+    configure("debug" if ctx.find_root().obj.get("debug") else level, style)
+    if level != "debug":
+        logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+@click.group()
+def snapshotter() -> None:
+    """The containerd proxy snapshotter daemon."""
+
+
+@snapshotter.command("serve")
+@_CONFIG
+@click.option("--root", default=None, help="Where layers and snapshots are kept.  [default: /var/lib/weenv]")
+@click.option("--socket", default=None, help="Where containerd connects to.  [default: /run/weenv/snapshotter.sock]")
+@_log_options
+@click.pass_context
+def snapshotter_serve(
+    ctx: click.Context, config_path: str, root: str | None, socket: str | None, log_level: str, log_format: str
+) -> None:
+    """Serve snapshots.v1 to containerd until SIGTERM or SIGINT.
+
+    Stopping never unmounts what containers use and never deletes data; the next start carries on.
+
+    \b
+    Example:
+      weenv snapshotter serve --config /etc/weenv/config.toml --log-format json
+    """
+    from weenv.plugin.snapshotter import config, daemon
+
+    _logging(ctx, log_level, log_format)
+    asyncio.run(daemon.serve(config.load(config_path, root=root, socket=socket)))
+
+
+@click.group()
+def blobfs() -> None:
+    """The daemon that serves layer bytes on demand."""
+
+
+@blobfs.command("serve")
+@_CONFIG
+@click.option("--root", default=None, help="The snapshotter's root.  [default: /var/lib/weenv]")
+@click.option("--mountpoint", default=None, help="Where the layers' data appears.  [default: /run/weenv/blobs]")
+@_log_options
+@click.pass_context
+def blobfs_serve(
+    ctx: click.Context, config_path: str, root: str | None, mountpoint: str | None, log_level: str, log_format: str
+) -> None:
+    """Serve the layers' bytes until SIGTERM or SIGINT; the mount stays for the next start.
+
+    \b
+    Example:
+      weenv blobfs serve --config /etc/weenv/config.toml
+    """
+    from weenv.plugin.snapshotter.blobfs import config, daemon
+
+    _logging(ctx, log_level, log_format)
+    asyncio.run(daemon.serve(config.load(config_path, root=root, mountpoint=mountpoint)))
+
+
+@blobfs.command("stop")
+@_CONFIG
+@click.option("--force", is_flag=True, help="Detach the mount even though containers may still read from it.")
+@click.pass_context
+def blobfs_stop(ctx: click.Context, config_path: str, force: bool) -> None:
+    """End the server and take its mount away, where no container depends on it.
+
+    \b
+    Example:
+      weenv blobfs stop
+    """
+    from weenv.plugin.snapshotter.blobfs import config, daemon
+
+    stopped = daemon.stop(config.load(config_path), force=force)
+    click.echo("blobfs has ended and its mount is gone" if stopped else "no blobfs is running")

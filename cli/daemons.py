@@ -79,10 +79,12 @@ def blobfs_serve(
     Example:
       weenv blobfs serve --config /etc/weenv/config.toml
     """
+    from weenv.plugin.snapshotter import config as shared
     from weenv.plugin.snapshotter.blobfs import config, daemon
 
     _logging(ctx, log_level, log_format)
-    asyncio.run(daemon.serve(config.load(config_path, root=root, mountpoint=mountpoint)))
+    registry = shared.load(config_path).registry
+    asyncio.run(daemon.serve(config.load(config_path, root=root, mountpoint=mountpoint), registry))
 
 
 @blobfs.command("stop")

@@ -103,8 +103,10 @@ class TreeBuilder:
             member = _with_ids(member, 0, directory)
         if member[10] is not None:
             member = member._replace(xattrs=_settable(member, kind))
-        if kind == SYMLINK and not 0 < len(member.link) <= self._limits.max_symlink:
-            raise FormatError("a symlink's target is empty or too long", member=show(member.name))
+        if kind == SYMLINK:
+            if not 0 < len(member.link) <= self._limits.max_symlink:
+                raise FormatError("a symlink's target is empty or too long", member=show(member.name))
+            member = member._replace(mode=0o777)  # chmod(2) never reaches a symlink
         self._added(member)
         children[base] = member
 
@@ -316,7 +318,8 @@ def _settable(member: Member, kind: int) -> dict[bytes, bytes] | None:
         if not rest:
             raise FormatError(f"an extended attribute named {show(name)}", member=show(member.name))
         # linux/capability.h: revision 2 has 20 bytes, revision 3 has 24; bit 0 of the first word says "effective".
-        if name == _CAPABILITY and (len(value), int.from_bytes(value[:4], "little") & ~1) not in _CAPABILITY_SHAPES:
+        shape = (len(value), int.from_bytes(value[:4], "little") & ~1)
+        if name == _CAPABILITY and value and shape not in _CAPABILITY_SHAPES:
             raise FormatError("a malformed security.capability", member=show(member.name))
         kept[name] = value
     return kept or None

@@ -95,7 +95,6 @@ def tree_columns(
     for number, inode in links:
         assert inode.entry is not None
         aux[number] = inode.entry
-        flags[number] = flags[inode.entry]
 
     sparse: list[tuple[int, int, int, int]] = []
     for number in [number for number, row in enumerate(rows) if row[12] is not None]:

@@ -1,0 +1,76 @@
+"""Where frames begin: decided from where payloads lie, whatever pieces the stream arrives in.
+
+- A file of at least one target begins a frame and is cut every target bytes; its last piece takes up to half a target more
+  rather than leave a small frame. The header of a large file that follows at once goes with it.
+- Smaller files share frames: a frame ends behind a file once it has a target's bytes, or when the next file would make
+  it larger than one and a half.
+- Long runs of members without payload are cut every target bytes.
+
+So a small file is never split over two frames, and no read of a large file decompresses anything else's bytes.
+"""
+
+from __future__ import annotations
+
+_BLOCK = 512
+_SLACK = 4096
+"""Bytes of headers and padding that may lie between two large files and still go with the first."""
+
+
+class Cutter:
+    """Turns payload positions into frame boundaries.
+
+    :meth:`payload` and :meth:`known` return further boundaries in ascending order, stream offsets where one frame ends
+    and the next begins; they may lie ahead of the bytes seen so far. :meth:`finish` gives the remaining ones.
+    """
+
+    def __init__(self, target: int) -> None:
+        if target < _BLOCK or target % _BLOCK:
+            raise ValueError("the target must be a multiple of 512")
+        self._target = target
+        self._most = target + target // 2
+        self._start = 0  # where the open frame begins
+        self._end = 0  # the end of the latest payload, with its padding
+        self._large = False  # the open frame holds the end of a large file
+
+    def _cut(self, at: int, cuts: list[int]) -> None:
+        if at > self._start:
+            cuts.append(at)
+            self._start = at
+            self._large = False
+
+    def known(self, position: int) -> list[int]:
+        """No payload begins before ``position``, other than those told already."""
+        cuts: list[int] = []
+        if position - self._end > self._target:
+            self._cut(self._end, cuts)
+            while position - self._start > self._most:
+                self._cut(self._start + self._target, cuts)
+        return cuts
+
+    def payload(self, offset: int, length: int) -> list[int]:
+        """The next payload in the stream: ``length`` > 0 bytes at ``offset``."""
+        cuts = self.known(offset)
+        end = offset + -(-length // _BLOCK) * _BLOCK
+        if length >= self._target:
+            if not self._large or offset - self._end > _SLACK:
+                self._close_large(cuts)
+            self._cut(offset, cuts)
+            while end - self._start > self._most:
+                self._cut(self._start + self._target, cuts)
+            self._large = True
+        else:
+            self._close_large(cuts)
+            if self._end - self._start >= self._target or end - self._start > self._most:
+                self._cut(self._end, cuts)
+        self._end = end
+        return cuts
+
+    def _close_large(self, cuts: list[int]) -> None:
+        if self._large:
+            self._cut(self._end, cuts)
+
+    def finish(self, size: int) -> list[int]:
+        """The stream has ``size`` bytes: the boundaries up to and including it."""
+        cuts = self.known(size)
+        self._cut(size, cuts)
+        return cuts

@@ -1,11 +1,11 @@
 """The network between registry and node: 1 Gbit/s and 2 ms, without netem.
 
-A child process owns two TUN devices: ``wbnear`` in this network namespace, ``wbfar`` in a namespace of its own where the
+A child process owns two TUN devices: ``wbnear<pid>`` in this network namespace, ``wbfar`` in a namespace of its own where the
 registry runs. It hands packets across, each no sooner than the rate allows (one clock per direction) and one way's delay
 later. Both devices carry the kernel's segmentation offload (``IFF_VNET_HDR``, ``TUNSETOFFLOAD``: linux/if_tun.h,
 linux/virtio_net.h), so TCP sees an ordinary 1500-byte link with an ordinary initial window while this process moves up to
-64 KiB at a time: some thousand packets a second at full speed. A full queue is not read from, so the sender's own socket holds the rest:
-no loss. Everything vanishes with the process: devices, namespace and what listens in it.
+64 KiB at a time: some thousand packets a second at full speed. A full queue is not read from, so the sender's own socket
+holds the rest: no loss. Everything vanishes with the process: devices, namespace and what listens in it.
 
 The addresses are from 198.18.0.0/15, which RFC 2544 sets aside for benchmarks.
 """
@@ -71,7 +71,7 @@ def _unshare_network() -> None:
 
 
 def serve(counters_path: str, rate: float, delay: float, near_name: str) -> None:
-    """The child: make both devices, say ``ready`` on stdout, carry packets until killed. ``rate`` bytes/s, ``delay`` s one way."""
+    """The child: make both devices, say ``ready``, carry packets until killed. ``rate`` in bytes/s, ``delay`` in s one way."""
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     libc.prctl(PR_SET_TIMERSLACK, 1, 0, 0, 0)
@@ -161,7 +161,9 @@ class Link:
             file.write(bytes(4096))
         # Packet data only is paced; 985 of 1000 leaves what framing takes on a wire.
         arguments = [path, str(mbit * 0.985e6 / 8), str(round_trip_ms / 2000), f"wbnear{os.getpid() % 100000}"]
-        self._process = subprocess.Popen([sys.executable, os.path.abspath(__file__), "serve", *arguments], stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            [sys.executable, os.path.abspath(__file__), "serve", *arguments], stdout=subprocess.PIPE
+        )
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
             raise OSError("the link did not come up: /dev/net/tun and root are needed")

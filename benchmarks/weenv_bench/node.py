@@ -19,12 +19,11 @@ from types import TracebackType
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "integration"))
 
+from weenv_bench.image import BenchError
+from weenv_bench.link import FAR, Link
 from weenv_testkit import tools
 from weenv_testkit.procs import Process, connects, end_processes, processes_of, unmount_under, wait_until
 from weenv_testkit.registry import Registry
-
-from weenv_bench.image import BenchError
-from weenv_bench.link import FAR, Link
 
 PORT = 5000
 HOST = f"{FAR}:{PORT}"
@@ -112,7 +111,12 @@ class FarRegistry:
         with open(os.path.join(self.directory, "registry.yml")) as near, open(path, "w") as file:
             file.write(near.read().replace(self._near.host, HOST))
         argv = self.link.far(tools.docker_registry(), "serve", path)
-        self._far = Process("docker-registry", argv, os.path.join(self.directory, "far.log"), {"PATH": os.environ["PATH"], "OTEL_TRACES_EXPORTER": "none"})
+        self._far = Process(
+            "docker-registry",
+            argv,
+            os.path.join(self.directory, "far.log"),
+            {"PATH": os.environ["PATH"], "OTEL_TRACES_EXPORTER": "none"},
+        )
 
         def answers() -> bool:
             import http.client
@@ -167,7 +171,8 @@ class Node:
         return process
 
     def _start_weenv(self) -> None:
-        os.makedirs(f"{self.directory}/w", mode=0o700)
+        os.makedirs(f"{self.directory}/w/blobs", mode=0o700)
+        os.makedirs(f"{self.directory}/weenv", mode=0o700)
         config = os.path.join(self.directory, "weenv.toml")
         with open(config, "w") as file:
             file.write(weenv_config(self.directory, self.fill))
@@ -181,6 +186,10 @@ class Node:
         """Process ids by name."""
         return {process.name: process.pid for process in self._processes}
 
+    def weenv_pids(self) -> list[int]:
+        """Every process of the two daemons, helpers included."""
+        return [pid for pid, line in processes_of(self.directory).items() if "weenv.toml" in line or "/w/" in line]
+
     def logs(self) -> str:
         """The ends of all logs, for an error's text."""
         return "\n".join(f"--- {process.name}\n{process.log_text()[-2000:]}" for process in self._processes)
@@ -193,7 +202,9 @@ class Node:
 
     def ctr(self, *arguments: str, timeout: float = 600) -> str:
         """Run ctr; its output. Raises BenchError with the daemons' logs."""
-        done = subprocess.run(self.command(*arguments), capture_output=True, text=True, timeout=timeout, env=self.environment, check=False)
+        done = subprocess.run(
+            self.command(*arguments), capture_output=True, text=True, timeout=timeout, env=self.environment, check=False
+        )
         if done.returncode:
             raise BenchError(f"ctr {' '.join(arguments)}: {done.stderr.strip()[-1500:]}\n{self.logs()}")
         return done.stdout
@@ -208,9 +219,20 @@ class Node:
 
     def start(self, reference: str, snapshotter: str, name: str) -> float:
         """``ctr run`` a container that says one line and then sleeps; returns when (perf_counter) the line arrived."""
-        argv = self.command("run", "--snapshotter", snapshotter, f"{HOST}/{reference}", self.name(name), "sh", "-c", "echo ready; exec sleep 100000")
+        argv = self.command(
+            "run",
+            "--snapshotter",
+            snapshotter,
+            f"{HOST}/{reference}",
+            self.name(name),
+            "sh",
+            "-c",
+            "echo ready; exec sleep 100000",
+        )
         with open(os.path.join(self.directory, f"{name}.err"), "wb") as errors:
-            client = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=self.environment)
+            client = subprocess.Popen(
+                argv, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, env=self.environment
+            )
         self._clients.append(client)
         assert client.stdout is not None
         line = client.stdout.readline()
@@ -219,6 +241,17 @@ class Node:
             with open(os.path.join(self.directory, f"{name}.err")) as text:
                 raise BenchError(f"ctr run: {text.read()[-1500:]}\n{self.logs()}")
         return when
+
+    def task_pid(self, name: str) -> int:
+        """The process id of a running container's first process."""
+        for line in self.ctr("tasks", "ls").splitlines():
+            if line.split()[0] == self.name(name):
+                return int(line.split()[1])
+        raise BenchError(f"{name} is not running")
+
+    def rootfs(self, name: str) -> str:
+        """Where the container's root is mounted, as this machine sees it."""
+        return f"{self.directory}/state/io.containerd.runtime.v2.task/default/{self.name(name)}/rootfs"
 
     def execute(self, name: str, *argv: str, timeout: float = 900) -> str:
         """``ctr tasks exec`` in a running container; its output."""
@@ -232,7 +265,9 @@ class Node:
         """Kill and delete a container."""
         with contextlib.suppress(BenchError):
             self.ctr("tasks", "kill", "-s", "SIGKILL", self.name(name))
-        wait_until("the task to end", lambda: self.name(name) not in self.ctr("tasks", "ls") or "STOPPED" in self.ctr("tasks", "ls"))
+        wait_until(
+            "the task to end", lambda: self.name(name) not in self.ctr("tasks", "ls") or "STOPPED" in self.ctr("tasks", "ls")
+        )
         with contextlib.suppress(BenchError):
             self.ctr("tasks", "rm", "-f", self.name(name))
         with contextlib.suppress(BenchError):
@@ -262,11 +297,18 @@ class Node:
 
 
 def weenv_config(directory: str, fill: bool) -> str:
-    """The daemons' configuration for a node in ``directory``."""
-    return f"""root = "{directory}/weenv"
-run = "{directory}/w"
-plain_http = ["{HOST}"]
-[fill]
+    """The daemons' configuration for a node in ``directory``: defaults but for paths, the registry and filling."""
+    return f"""[snapshotter]
+root = "{directory}/weenv"
+socket = "{directory}/w/snapshotter.sock"
+blobs = "{directory}/w/blobs"
+[blobfs]
+root = "{directory}/weenv"
+mountpoint = "{directory}/w/blobs"
+holder_socket = "{directory}/w/holder.sock"
+status_socket = "{directory}/w/blobfs.sock"
+[blobfs.fill]
 enabled = {"true" if fill else "false"}
+[registry]
+plain_http = ["{HOST}"]
 """
-

@@ -10,6 +10,8 @@ from weenv_bench.image import BenchError, Recipe
 from weenv_bench.link import Link
 from weenv_bench.node import Node, drop_caches
 
+_NUMPY = "import numpy; print(numpy.arange(3).sum())"
+
 SNAPSHOTTER = {"gzip": "overlayfs", "zstd": "overlayfs", "weenv": "weenv"}
 """Which snapshotter runs which tag of the image."""
 
@@ -17,13 +19,14 @@ SNAPSHOTTER = {"gzip": "overlayfs", "zstd": "overlayfs", "weenv": "weenv"}
 def commands(recipe: Recipe) -> list[tuple[str, list[str]]]:
     """(name, argv) of what follows the first output; each must succeed."""
     python = ["/opt/venv/bin/python", "-c"]
+    pytest = "/opt/venv/bin/python -m pytest -q -x -p no:cacheprovider"
     return [
         ("agent", [recipe.agent, "--version"]),
         ("git status", ["git", "-C", "/work/sympy", "status", "--short"]),
         ("git log", ["sh", "-c", "git -C /work/sympy log --stat -3 | tail -1"]),
         ("import", [*python, "import numpy, pandas, sympy"]),
         ("grep", ["sh", "-c", "grep -r --include=*.py 'def test_' /work/sympy | wc -l"]),
-        ("tests", ["sh", "-c", f"cd /work/sympy && /opt/venv/bin/python -m pytest -q -x -p no:cacheprovider -p no:randomly {recipe.tests} 2>&1 | tail -3"]),
+        ("tests", ["sh", "-c", f"cd /work/sympy && {pytest} {recipe.tests} | tail -3"]),
         ("evaluator", ["/opt/eval/bin/python", "-c", recipe.evaluator_import]),
         *([("compile", ["sh", "-c", recipe.compile])] if recipe.compile else []),
         ("find", ["sh", "-c", "find / -xdev | wc -l"]),
@@ -78,11 +81,13 @@ def eight(node: Node, link: Link, repository: str, tag: str, count: int = 8) -> 
     node.pull(reference, snapshotter)
     children = [
         subprocess.Popen(
-            node.run(reference, snapshotter, f"eight{number}", "/opt/venv/bin/python", "-c", "import numpy; print(numpy.arange(3).sum())"),
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=node.environment,
+            node.run(reference, snapshotter, f"eight{number}", "/opt/venv/bin/python", "-c", _NUMPY),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=node.environment,
         )
         for number in range(count)
-    ]  # fmt: skip
+    ]
     outputs = [child.communicate()[0] for child in children]
     seconds = time.perf_counter() - begin
     for child, output in zip(children, outputs, strict=True):

@@ -1,0 +1,80 @@
+"""Rows of the report: what, target, measured, whether it was reached; as a table, as JSON, as a page for the documentation."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line: ``target`` and ``measured`` are text for people, ``detail`` holds every number they came from."""
+
+    part: str
+    what: str
+    target: str
+    measured: str
+    ok: bool
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+def at_most(
+    part: str, what: str, value: float, limit: float, unit: str = "", detail: dict[str, Any] | None = None, slack: float = 0
+) -> Row:
+    """A row whose value must not exceed ``limit`` (plus ``slack``, the noise of the measurement, shown where it is given)."""
+    noise = f" ±{slack:.2f}" if slack else ""
+    return Row(part, what, f"≤ {limit:g}{unit}", f"{value:.3g}{unit}{noise}", value <= limit + slack, detail or {})
+
+
+def at_least(part: str, what: str, value: float, limit: float, unit: str = "", detail: dict[str, Any] | None = None) -> Row:
+    """A row whose value must reach ``limit``."""
+    return Row(part, what, f"≥ {limit:g}{unit}", f"{value:.3g}{unit}", value >= limit, detail or {})
+
+
+def machine() -> dict[str, str]:
+    """What the figures were taken on."""
+    with open("/proc/cpuinfo") as file:
+        model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), platform.machine())
+    with open("/proc/meminfo") as file:
+        memory = int(next(file).split()[1]) / 1024**2
+    commit = subprocess.run(
+        ["git", "-C", os.path.dirname(__file__), "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    return {
+        "cpu": f"{model}, {os.cpu_count()} cores", "memory": f"{memory:.0f} GiB", "kernel": platform.release(),
+        "python": platform.python_version(), "commit": commit, "date": datetime.date.today().isoformat(),
+    }  # fmt: skip
+
+
+def print_table(rows: Iterable[Row], console: Console) -> None:
+    """The report for a terminal."""
+    table = Table(title="How fast, how small: ratios within this run", title_justify="left")
+    for name in ("what", "target", "measured", ""):
+        table.add_column(name, justify="right" if name in ("target", "measured") else "left", overflow="fold")
+    for row in rows:
+        table.add_row(row.what, row.target, row.measured, "[green]ok[/]" if row.ok else "[red]missed[/]")
+    console.print(table)
+
+
+def save(path: str, rows: list[Row], facts: dict[str, Any]) -> None:
+    """Write everything as JSON, replacing the rows of parts that were measured again and keeping the others."""
+    old: dict[str, Any] = {"rows": [], "facts": {}}
+    if os.path.exists(path):
+        with open(path) as file:
+            old = json.load(file)
+    parts = {row.part for row in rows}
+    kept = [row for row in old["rows"] if row["part"] not in parts]
+    new = [{**asdict(row), "date": datetime.datetime.now().isoformat(timespec="seconds")} for row in rows]
+    os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
+    with open(path + ".tmp", "w") as file:
+        json.dump({"machine": machine(), "rows": kept + new, "facts": {**old["facts"], **facts}}, file, indent=1)
+    os.rename(path + ".tmp", path)

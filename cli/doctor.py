@@ -1,0 +1,111 @@
+"""``weenv doctor``: everything that keeps an image from being lazy, each finding with its remedy."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Iterator
+
+import click
+
+from weenv.cli import checks, render
+from weenv.core.errors import WeenvError
+
+_MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]", "skip": "[dim]skip[/]"}
+
+
+def _mounting() -> checks.Finding:
+    from weenv.plugin.snapshotter.planes.erofs import probe_kernel
+
+    if os.geteuid() != 0:
+        return checks.Finding("EROFS from a file", "skip", "not root, so not tried", "run weenv doctor as root")
+    try:
+        probe_kernel()
+    except WeenvError as error:
+        return checks.Finding("EROFS from a file", "fail", error.message, error.hint or "use Linux 6.12 or newer")
+    return checks.Finding("EROFS from a file", "ok", "the kernel mounts it")
+
+
+def _containerd(path: str, address: str) -> Iterator[checks.Finding]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(4 << 20)
+    except OSError as error:
+        yield checks.Finding(
+            "containerd config",
+            "fail",
+            f"{path}: {error.strerror}",
+            "name it with --containerd-config, or write it (see README)",
+        )
+        return
+    yield from checks.containerd_config(text, address)
+
+
+def _blobs(path: str) -> checks.Finding:
+    remedy = "start it: weenv blobfs serve"
+    try:
+        if not os.path.ismount(path):
+            return checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)
+        os.statvfs(path)
+    except OSError as error:
+        return checks.Finding("blobfs", "fail", f"{path}: {error.strerror}", remedy)
+    return checks.Finding("blobfs", "ok", f"mounted at {path}")
+
+
+async def _snapshotter(address: str) -> checks.Finding:
+    from weenv.plugin.containerd.client import Client
+
+    try:
+        async with asyncio.timeout(5), Client(address) as client:
+            count = len(await client.namespace("default").snapshots("weenv").list())
+    except (WeenvError, OSError, TimeoutError) as error:
+        return checks.Finding("snapshotter", "fail", f"{address}: {error}", "start it: weenv snapshotter serve")
+    return checks.Finding("snapshotter", "ok", f"answers at {address}; {count} snapshots")
+
+
+async def _registry(host: str, config_path: str) -> checks.Finding:
+    from weenv.plugin.snapshotter.config import load
+    from weenv.registry.client import RegistryClient
+
+    config = load(config_path).registry
+    name = f"registry {host}"
+    try:
+        async with asyncio.timeout(15), RegistryClient(config) as client:
+            # 401 is an answer too: it asks for a token that belongs to a repository
+            await client.request("GET", host, "/v2/", what="the registry API", scope="", accept=frozenset({200, 401}))
+    except (WeenvError, OSError, TimeoutError) as error:
+        hint = getattr(error, "hint", "") or "check the name, the network, and [registry] plain_http in the configuration"
+        return checks.Finding(name, "fail", str(error) or "no answer in 15 s", hint)
+    return checks.Finding(name, "ok", f"answers at {config.base_url(host)}")
+
+
+@click.command()
+@click.option("--config", "config_path", default="/etc/weenv/config.toml", show_default=True, help="WeEnv's configuration.")
+@click.option("--containerd-config", default="/etc/containerd/config.toml", show_default=True, help="containerd's.")
+@click.option("--registry", "registries", multiple=True, metavar="HOST", help="Also see whether this registry answers.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...], as_json: bool) -> None:
+    """Check kernel, containerd, sockets, disk and registries; say what to mend.
+
+    Changes nothing. Exit code 1 where something would keep images from being lazy.
+
+    \b
+    Examples:
+      weenv doctor
+      weenv doctor --registry registry.example --json
+    """
+    from weenv.plugin.snapshotter.config import load
+
+    config = load(config_path)
+    findings = [*checks.kernel(), _mounting(), _blobs(config.blobs)]
+    found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
+    findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
+    findings += [*_containerd(containerd_config, config.socket), checks.disk(config.root)]
+    findings += [asyncio.run(_registry(host, config_path)) for host in registries]
+    if as_json:
+        render.print_json([{"name": f.name, "state": f.state, "seen": f.seen, "remedy": f.remedy} for f in findings])
+    else:
+        rows = [(_MARKS[f.state], f.name, render.escape(f.seen), render.escape(f.remedy)) for f in findings]
+        render.table(["", "what", "seen", "what to do"], rows)
+    if any(f.state == "fail" for f in findings):
+        raise click.exceptions.Exit(1)

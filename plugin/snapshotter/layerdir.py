@@ -5,6 +5,8 @@
     <root>/layers/sha256/<64 hex digits of the layer digest>/
         toc            the blob's tail, byte for byte (TOC frame and seek table); verified before it is written
         source.json    what the blob is and where its bytes come from (:class:`LayerSource`)
+        facts.json     diffID and implied directories, from ``toc`` (planes/base.py)
+        plain          empty; exists once the kernel reads ``data`` by itself, which must then stay complete
         meta.erofs     EROFS metadata built from ``toc`` by this node; its one extra device is the tar stream
         meta-<v>.erofs the same with other attributes for implied directories (variant <v>, see the resolver)
         data           the tar stream, sparse: holes where frames are missing (blobfs writes it)

@@ -77,9 +77,11 @@ class LazyLayers(Protocol):
         """Bytes and inodes that the layer takes on this node's disk."""
 
     def resolve(
-        self, labels: Mapping[str, str], key: str, lowers: Sequence[str]
+        self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
     ) -> contextlib.AbstractAsyncContextManager[int | None]:
         """Make the layer that ``labels`` describe ready on top of ``lowers`` (directories, top first).
+
+        ``parent_ref`` is the parent's chainID, or empty where there is no parent or its chainID is not known.
 
         Gives its id, and keeps it from being swept within the block; None where the snapshot is to be an ordinary one,
         which has been logged and counted.
@@ -110,7 +112,9 @@ class NoLazyLayers:
         return Usage()
 
     @contextlib.asynccontextmanager
-    async def resolve(self, labels: Mapping[str, str], key: str, lowers: Sequence[str]) -> AsyncIterator[int | None]:
+    async def resolve(
+        self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
+    ) -> AsyncIterator[int | None]:
         """Everything is ordinary."""
         yield None
 
@@ -217,13 +221,13 @@ class Snapshotter:
         if target:
             if self.store.find_ref(target, parent) is not None:
                 raise SnapshotExists(f"target snapshot {target!r} is there already")
-            async with self.layers.resolve(labels, key, lower.paths if lower else ()) as layer_id:
+            async with self.layers.resolve(labels, key, base.ref if base else "", lower.paths if lower else ()) as layer_id:
                 if layer_id is not None:
                     self._commit_lazy(target, parent, labels, layer_id)
                     raise SnapshotExists(f"target snapshot {target!r} is mounted lazily")
             base, lower = await self._ready(parent)
         elif not labels and " sha256:" in key:
-            async with self.layers.resolve(labels, key, lower.paths if lower else ()):
+            async with self.layers.resolve(labels, key, "", lower.paths if lower else ()):
                 pass  # only to be told of: a client that unpacks without saying what
         return self._create(Kind.ACTIVE, key, base, lower, labels)
 

@@ -1,0 +1,217 @@
+"""EROFS metadata in processes of their own: tail in, ``meta[-<variant>].erofs`` out.
+
+Decoding a TOC and laying out an image takes a few microseconds per entry, most of them under the interpreter's lock: in a
+thread of the daemon it would hold up every other request, and the memory of a large layer would stay with the daemon. So
+one small process (the *nursery*) is started with everything imported, and forks a child per job: two milliseconds, two
+jobs on two cores, memory back at the end, and a malformed layer that brings down its parser brings down nothing else.
+
+Protocol on the nursery's stdin and stdout: one JSON object a line. Request: ``id``, ``directory`` (a layer directory),
+``variant``, ``attributes`` (text, see planes/base.py). Answer: ``id`` and either ``seconds`` or ``error``, ``message``,
+``hint``. The end of stdin ends it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import resource
+import selectors
+import signal
+import sys
+import time
+from typing import Any
+
+from weenv.core import errors
+
+log = logging.getLogger(__name__)
+
+META = "meta.erofs"
+FACTS = "facts.json"
+_MEMORY = 4 << 30
+"""Address space of one job, bytes; a layer of eight million entries needs about half."""
+_LINE = 1 << 20
+
+
+def meta_name(variant: str) -> str:
+    """File name of a variant's metadata image."""
+    return f"meta-{variant}.erofs" if variant else META
+
+
+# the nursery's side
+
+
+def build(directory: str, variant: str, attributes: str) -> None:
+    """Build one image from the tail in ``directory``. Raises FormatError, OSError.
+
+    The tail is checked against its digest again: after a power cut it may not be what was written.
+    """
+    from weenv.core import digest as digests
+    from weenv.core.atomic import write_atomic
+    from weenv.layer import erofs
+    from weenv.layer.tail import parse_tail
+    from weenv.layer.toc import FLAG_IMPLIED
+    from weenv.plugin.snapshotter.layerdir import LayerSource
+    from weenv.plugin.snapshotter.planes.base import Implied, LayerFacts, decode_attributes
+
+    with open(os.path.join(directory, "source.json"), "rb") as file:
+        source = LayerSource.from_json(file.read(1 << 20))
+    with open(os.path.join(directory, "toc"), "rb") as file:
+        tail = file.read(source.toc_length + 1)
+    digests.verify(tail, source.toc_digest, f"the stored tail of {source.digest}")
+    toc = parse_tail(tail, layer_size=source.size, toc_offset=source.toc_offset)
+    image = erofs.build(toc, implied=decode_attributes(attributes))
+    if not variant:
+        entries = (toc.entries.flags & FLAG_IMPLIED).nonzero()[0].tolist()
+        facts = LayerFacts(toc.diff_id, tuple(Implied(entry, toc.path(entry)) for entry in entries if entry))
+        write_atomic(os.path.join(directory, FACTS), facts.to_json(), durable=False)
+    write_atomic(os.path.join(directory, meta_name(variant)), image, durable=False)
+
+
+def _job(request: dict[str, Any]) -> dict[str, Any]:
+    begin = time.perf_counter()
+    try:
+        build(str(request["directory"]), str(request["variant"]), str(request["attributes"]))
+    except errors.WeenvError as error:
+        return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+    except OSError as error:
+        return {"error": "StorageError", "message": str(error), "errno": error.errno or 0}
+    except MemoryError:
+        return {"error": "LimitError", "message": f"the layer's TOC needs more than {_MEMORY >> 20} MiB of memory"}
+    except Exception as error:  # noqa: BLE001 (a child's last words)
+        return {"error": "FormatError", "message": f"internal error: {type(error).__name__}: {error}"}
+    return {"seconds": time.perf_counter() - begin}
+
+
+def nursery() -> None:
+    """The nursery's main loop."""
+    import weenv.layer.erofs
+    import weenv.layer.tail
+    import weenv.plugin.snapshotter.layerdir
+    import weenv.plugin.snapshotter.planes.base  # noqa: F401 (imported for the children)
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a ^C is the daemon's to handle
+    selector = selectors.DefaultSelector()
+    selector.register(0, selectors.EVENT_READ)
+    children: dict[int, tuple[int, Any]] = {}
+    pending = b""
+    while True:
+        for key, _ in selector.select():
+            if key.fd != 0:
+                pid, number = children.pop(key.fd)
+                selector.unregister(key.fd)
+                os.close(key.fd)
+                status = os.waitpid(pid, 0)[1]
+                if status != 0:
+                    how = f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else f"status {os.WEXITSTATUS(status)}"
+                    _answer({"id": number, "error": "FormatError", "message": f"building the metadata ended with {how}"})
+                continue
+            data = os.read(0, 65536)
+            if not data:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                request = json.loads(line)
+                pid = os.fork()
+                if pid == 0:
+                    with contextlib.suppress(ValueError, OSError):
+                        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+                    _answer({"id": request["id"], **_job(request)})
+                    os._exit(0)
+                fd = os.pidfd_open(pid)
+                children[fd] = (pid, request["id"])
+                selector.register(fd, selectors.EVENT_READ)
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    line = json.dumps(answer)
+    if len(line) > 4000:  # a pipe keeps writes of up to 4096 bytes whole
+        answer["message"] = str(answer.get("message", ""))[:1000]
+        line = json.dumps(answer)
+    os.write(1, line.encode() + b"\n")
+
+
+# the daemon's side
+
+
+class Builder:
+    """Starts the nursery, and again where it died; at most ``jobs`` images at once. Use as an async context manager."""
+
+    def __init__(self, jobs: int) -> None:
+        self._slots = asyncio.Semaphore(jobs)
+        self._process: asyncio.subprocess.Process | None = None
+        self._reader: asyncio.Task[None] | None = None
+        self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._next = 0
+        self._starting = asyncio.Lock()
+
+    async def __aenter__(self) -> Builder:
+        await self._start()
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+            await self._process.wait()
+        if self._reader is not None:
+            await self._reader
+
+    async def _start(self) -> asyncio.subprocess.Process:
+        async with self._starting:
+            if self._process is not None and self._process.returncode is None:
+                return self._process
+            environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # a forking process has one
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, "-c", "from weenv.plugin.snapshotter.builder import nursery; nursery()",
+                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environment, limit=_LINE,
+            )  # fmt: skip
+            self._process = process
+            self._reader = asyncio.create_task(self._read(process), name="nursery")
+            return process
+
+    async def _read(self, process: asyncio.subprocess.Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            answer = json.loads(line)
+            future = self._waiting.pop(answer.pop("id"), None)
+            if future is not None and not future.done():
+                future.set_result(answer)
+        await process.wait()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_result({"error": "StorageError", "message": "the process that builds metadata died"})
+        self._waiting.clear()
+
+    async def build(self, directory: str, variant: str, attributes: str) -> float:
+        """Build one image; returns the seconds it took in the child. Raises what the child raised."""
+        async with self._slots:
+            process = await self._start()
+            assert process.stdin is not None
+            self._next += 1
+            future: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+            number = self._next
+            self._waiting[number] = future
+            try:
+                request = {"id": number, "directory": directory, "variant": variant, "attributes": attributes}
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                with contextlib.suppress(ConnectionError):  # a dead nursery is told of by the reader
+                    await process.stdin.drain()
+                answer = await future
+            finally:
+                self._waiting.pop(number, None)
+        if "error" in answer:
+            raise _revive(answer)
+        return float(answer["seconds"])
+
+
+def _revive(answer: dict[str, Any]) -> errors.WeenvError:
+    kind = getattr(errors, str(answer["error"]), errors.FormatError)
+    message, hint = str(answer["message"]), str(answer.get("hint", ""))
+    if kind is errors.StorageError:
+        return errors.StorageError(message, errno=int(answer.get("errno", 0)), hint=hint)
+    if isinstance(kind, type) and issubclass(kind, errors.FormatError):
+        return kind(message, hint=hint)
+    return errors.FormatError(message, hint=hint)

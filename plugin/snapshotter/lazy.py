@@ -1,0 +1,84 @@
+"""Puts the lazy side together: plane, builder, registry client, layers, resolver."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
+
+from weenv.core.aio import Background
+from weenv.core.errors import MountError
+from weenv.plugin.containerd.types import Usage
+from weenv.plugin.snapshotter.builder import Builder
+from weenv.plugin.snapshotter.config import SnapshotterConfig
+from weenv.plugin.snapshotter.layerdir import LayerDirs
+from weenv.plugin.snapshotter.layers import Layers
+from weenv.plugin.snapshotter.metastore import Metastore
+from weenv.plugin.snapshotter.metrics import Metrics
+from weenv.plugin.snapshotter.planes.base import Plane
+from weenv.plugin.snapshotter.planes.erofs import ErofsPlane
+from weenv.plugin.snapshotter.resolve import Resolver
+from weenv.plugin.snapshotter.service import LazyLayers, NoLazyLayers
+from weenv.registry.client import RegistryClient
+
+log = logging.getLogger(__name__)
+
+
+class Lazy:
+    """:class:`~weenv.plugin.snapshotter.service.LazyLayers` out of layers and resolver."""
+
+    def __init__(self, layers: Layers, resolver: Resolver) -> None:
+        self._layers = layers
+        self._resolver = resolver
+
+    def attached(self, layer_ids: Collection[int]) -> bool:
+        """See Layers."""
+        return self._layers.attached(layer_ids)
+
+    async def ensure(self, layer_ids: Collection[int]) -> None:
+        """See Layers."""
+        await self._layers.ensure(layer_ids)
+
+    def path(self, layer_id: int) -> str:
+        """See Layers."""
+        return self._layers.path(layer_id)
+
+    def usage(self, layer_id: int) -> Usage:
+        """See Layers."""
+        return self._layers.usage(layer_id)
+
+    def resolve(
+        self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
+    ) -> contextlib.AbstractAsyncContextManager[int | None]:
+        """See Resolver."""
+        return self._resolver.resolve(labels, key, parent_ref, lowers)
+
+    async def sweep(self) -> None:
+        """See Layers."""
+        await self._layers.sweep()
+
+
+@contextlib.asynccontextmanager
+async def open_layers(
+    config: SnapshotterConfig, store: Metastore, metrics: Metrics, background: Background
+) -> AsyncIterator[LazyLayers]:
+    """Lazy layers for the length of the block; plain ones, loudly, where the kernel has no plane for them."""
+    dirs = LayerDirs(config.root)
+    async with contextlib.AsyncExitStack() as stack:
+        builder = await stack.enter_async_context(Builder(config.builders))
+        plane = ErofsPlane(dirs, config.blobs, builder)
+        stack.callback(plane.close)
+        checked: Plane = plane
+        try:
+            await checked.probe()
+        except MountError as error:
+            metrics.fallbacks.labels(reason="mount").inc()
+            log.error("no image will be lazy on this node: %s", error, extra={"reason": "mount", "hint": error.hint})
+            yield NoLazyLayers()
+            return
+        client = await stack.enter_async_context(RegistryClient(config.registry))
+        layers = Layers(config.root, store, dirs, plane, metrics, grace=config.layer_grace)
+        stack.callback(layers.close)
+        layers.recover()
+        background.spawn(layers.tend(config.complete_check), "tend layers")
+        yield Lazy(layers, Resolver(config, layers, client, metrics, background))

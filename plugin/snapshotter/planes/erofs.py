@@ -1,0 +1,148 @@
+"""The EROFS plane: metadata written by this node, mounted from a plain file, over the layer's tar stream as device.
+
+No loop device: fsopen(2) with the image as source and the stream as ``device``. The stream is the file that blobfs
+serves, or, once every byte of the layer is on disk, that plain file itself. Needs Linux 6.12 with
+CONFIG_EROFS_FS_BACKED_BY_FILE; MOVE_MOUNT_BENEATH (6.5) is thereby there too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+
+from weenv.core import digest as digests
+from weenv.core.errors import MountError
+from weenv.plugin.snapshotter import mounts
+from weenv.plugin.snapshotter.builder import FACTS, META, Builder, meta_name
+from weenv.plugin.snapshotter.cache.present import is_complete
+from weenv.plugin.snapshotter.layerdir import LayerDirs
+from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment, LayerFacts, Variant
+
+log = logging.getLogger(__name__)
+
+PLAIN = "plain"
+"""Marks a layer directory whose ``data`` the kernel reads by itself: it must stay complete (no hole punched)."""
+
+
+class ErofsPlane:
+    """See the module's text. ``blobs`` is where blobfs is mounted."""
+
+    name = "erofs"
+
+    def __init__(self, dirs: LayerDirs, blobs: str, builder: Builder) -> None:
+        self.dirs = dirs
+        self.blobs = blobs
+        self.builder = builder
+        self._threads = ThreadPoolExecutor(4, thread_name_prefix="mount")
+
+    def close(self) -> None:
+        """Stop the threads; mounts stay."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def probe(self) -> None:
+        """Mounts an empty file as EROFS: the kernel's refusal tells whether it could."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, probe_kernel)
+
+    async def prepare(self, digest: str, variant: Variant) -> LayerFacts:
+        """Build what is missing of ``meta.erofs``, ``facts.json`` and the variant's own image."""
+        directory = self.dirs.path(digest)
+        if not (os.path.exists(f"{directory}/{META}") and os.path.exists(f"{directory}/{FACTS}")):
+            await self.builder.build(directory, "", "[]")
+        if variant.name and not os.path.exists(f"{directory}/{meta_name(variant.name)}"):
+            await self.builder.build(directory, variant.name, variant.attributes)
+        return _read_facts(directory)
+
+    async def attach(self, digest: str, variant: Variant, target: str, *, replace: bool) -> Attachment:
+        """Mount at ``target``; in place of the topmost mount there where ``replace``."""
+        await self.prepare(digest, variant)
+        loop = asyncio.get_running_loop()
+        try:
+            return await loop.run_in_executor(self._threads, self._mount, digest, variant, target, replace)
+        except MountError as error:
+            if error.errno not in (errno.EINVAL, errno.EUCLEAN, errno.EBADMSG):
+                raise
+            # A power cut can leave a metadata file with holes: it is only a cache, so build it again.
+            log.warning("metadata image is damaged, building it again: %s", error, extra={"layer": digest})
+            for name in {META, meta_name(variant.name)}:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{self.dirs.path(digest)}/{name}")
+            await self.prepare(digest, variant)
+            return await loop.run_in_executor(self._threads, self._mount, digest, variant, target, replace)
+
+    def _mount(self, digest: str, variant: Variant, target: str, replace: bool) -> Attachment:
+        directory = self.dirs.path(digest)
+        image = f"{directory}/{meta_name(variant.name)}"
+        attachment, device = self._device(digest, directory)
+        with mounts.open_erofs(image, device) as mount:
+            if replace:
+                mount.attach(target, beneath=True)
+                mounts.unmount(target, mounts.MNT_DETACH | mounts.UMOUNT_NOFOLLOW)
+            else:
+                mounts.detach(target)  # what a request that was given up may have left there
+                mount.attach(target)
+        return attachment
+
+    def _device(self, digest: str, directory: str) -> tuple[Attachment, str]:
+        if is_complete(directory):
+            with open(f"{directory}/{PLAIN}", "w"):
+                pass
+            if is_complete(directory):  # nothing was punched out before the mark could be seen
+                return Attachment(COMPLETE), f"{directory}/data"
+        path = f"{self.blobs}/{digests.hex_of(digest)}"
+        try:
+            return Attachment(LAZY, os.stat(path).st_dev), path
+        except OSError as error:
+            raise MountError(
+                f"blobfs does not serve {digest}: {error.strerror}",
+                errno=error.errno or 0,
+                hint=f"is weenv blobfs running, with its mount at {self.blobs}?",
+            ) from error
+
+    def usable(self, digest: str, entry: mounts.MountEntry, attachment: Attachment) -> bool:
+        """An EROFS mount of this layer, over the blobfs mount that is there now or over the plain file."""
+        if entry.fstype != "erofs" or digests.hex_of(digest) not in entry.source:
+            return False
+        return attachment.mode == COMPLETE or (attachment.mode == LAZY and attachment.device == self._blobs_device())
+
+    def _blobs_device(self) -> int:
+        try:
+            return os.stat(self.blobs).st_dev
+        except OSError:
+            return -1
+
+    def wanted(self, digest: str, attachment: Attachment) -> bool:
+        """A lazy mount whose layer is complete by now, or whose blobfs mount was replaced by another."""
+        if attachment.mode == COMPLETE:
+            return False
+        return is_complete(self.dirs.path(digest)) or self._blobs_device() not in (-1, attachment.device)
+
+    async def detach(self, target: str) -> None:
+        """Unmount lazily; overlays that were made on it keep their own clone of the mount."""
+        await asyncio.get_running_loop().run_in_executor(self._threads, mounts.detach, target)
+
+
+def _read_facts(directory: str) -> LayerFacts:
+    with open(f"{directory}/{FACTS}", "rb") as file:
+        return LayerFacts.from_json(file.read(64 << 20))
+
+
+def probe_kernel() -> None:
+    """Raises :class:`MountError` where this kernel does not mount EROFS from a plain file. Needs root."""
+    with tempfile.NamedTemporaryFile(prefix="weenv-probe-") as file:
+        file.truncate(4096)
+        try:
+            mounts.open_erofs(file.name, file.name).__exit__()
+        except MountError as error:
+            if error.errno == errno.ENOTBLK:
+                raise MountError(
+                    "this kernel mounts EROFS from block devices only",
+                    errno=error.errno,
+                    hint="Linux 6.12 or newer with CONFIG_EROFS_FS_BACKED_BY_FILE is needed",
+                ) from error
+            if error.errno != errno.EINVAL:  # EINVAL: it read the file and found no superblock, as it should
+                raise

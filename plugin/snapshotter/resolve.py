@@ -1,0 +1,376 @@
+"""From the labels of a Prepare to a layer that is mounted, or to the reason why not.
+
+The labels are the layer descriptor's annotations (the layer's digest, where its tail is, what the tail hashes to) and,
+where the client sends them, the image's name and the manifest's digest. The first Prepare of an image reads its manifest
+and starts on *all* of its layers side by side, because containerd asks for them one after the other. Tails are read with
+one ranged request each, checked, stored; the metadata is built and mounted.
+
+One lazy decision per image: layers from the bottom up to the first that is not in the format (or cannot be had) are
+lazy, the rest is unpacked by containerd, which fetches everything above the first ordinary layer anyway. Every layer
+that is not served lazily is one log line and one count with a reason of :data:`REASONS`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from weenv.core import digest as digests
+from weenv.core.aio import Background, SingleFlight
+from weenv.core.errors import (
+    BadReference,
+    FormatError,
+    LimitError,
+    MountError,
+    NotFoundInSource,
+    SourceError,
+    StorageError,
+    UnauthorizedError,
+    UnsupportedError,
+    VerificationError,
+    WeenvError,
+)
+from weenv.layer.verify import LayerDescriptor, parse_annotations, verify_tail_bytes
+from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF
+from weenv.plugin.snapshotter.config import SnapshotterConfig
+from weenv.plugin.snapshotter.implied import attributes_below
+from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
+from weenv.plugin.snapshotter.layers import Layers
+from weenv.plugin.snapshotter.metrics import Metrics
+from weenv.plugin.snapshotter.planes.base import LayerFacts, Variant, variant_of
+from weenv.registry.auth import scope_of
+from weenv.registry.client import RegistryClient
+from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Manifest, parse_manifest
+from weenv.registry.reference import Reference, parse_reference
+from weenv.registry.source import open_source
+
+log = logging.getLogger(__name__)
+
+LABEL_IMAGE = "containerd.io/snapshot/cri.image-ref"
+LABEL_MANIFEST = "containerd.io/snapshot/cri.manifest-digest"
+LABEL_LAYER = "containerd.io/snapshot/cri.layer-digest"
+"""Labels of containerd's own (pkg/snapshotters/annotations.go, v2.1.9)."""
+
+REASONS = {
+    "no-labels": "the client unpacks by itself and sends no labels",
+    "not-converted": "the layer is not in the lazy format",
+    "below-not-lazy": "a layer below is not lazy",
+    "bad-labels": "the layer's annotations are malformed",
+    "no-origin": "neither labels nor annotation name a registry",
+    "not-found": "the registry does not hold the layer",
+    "unauthorized": "the registry refuses the node's credentials",
+    "unavailable": "the registry does not answer",
+    "bad-tail": "the layer's tail is not what its digest promises",
+    "bad-toc": "the layer's table of contents is malformed",
+    "unsupported": "the layer holds what this version cannot represent",
+    "too-large": "the layer is beyond a limit",
+    "wrong-layer": "the layer is not the one that the image's config names",
+    "mount": "the kernel or blobfs refused the mount",
+    "disk": "the node's disk is full or broken",
+    "timeout": "it took too long",
+    "internal": "an unexpected error",
+}
+"""Values of the label ``reason`` of metric ``weenv_snapshotter_fallbacks``, and what they mean."""
+
+_BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
+    (VerificationError, "bad-tail"),
+    (UnsupportedError, "unsupported"),
+    (LimitError, "too-large"),
+    (FormatError, "bad-toc"),
+    (NotFoundInSource, "not-found"),
+    (UnauthorizedError, "unauthorized"),
+    (SourceError, "unavailable"),
+    (BadReference, "bad-labels"),
+    (MountError, "mount"),
+    (StorageError, "disk"),
+    (TimeoutError, "timeout"),
+    (OSError, "disk"),
+)
+
+_PLANS = 256
+_PLAN_TTL = 600.0
+"""Images remembered, and for how many seconds: long enough for one pull."""
+_HASH_INLINE = 256 << 10
+
+
+class _WrongLayer(VerificationError):
+    """The TOC's diffID does not give the chainID that containerd asks for."""
+
+
+def reason_of(error: BaseException) -> str:
+    """The fallback reason of an error."""
+    if isinstance(error, _WrongLayer):
+        return "wrong-layer"
+    return next((reason for kind, reason in _BY_ERROR if isinstance(error, kind)), "internal")
+
+
+@dataclass(slots=True)
+class Plan:
+    """The lazy decision of one image. Layers at positions below ``limit`` are lazy; ``reason`` says why not the next."""
+
+    image: str
+    positions: dict[str, int] = field(default_factory=dict)
+    limit: int = 0
+    reason: str = ""
+    made: float = 0.0
+
+    def allows(self, digest: str) -> bool:
+        """True where the layer may be lazy. One that the manifest does not list is judged by itself."""
+        return self.positions.get(digest, -1) < self.limit
+
+    def end_at(self, digest: str, reason: str) -> None:
+        """The layer cannot be served lazily: neither can those above it."""
+        position = self.positions.get(digest)
+        if position is not None and position < self.limit:
+            self.limit, self.reason = position, reason
+
+
+class Resolver:
+    """See the module's text. Belongs to one event loop."""
+
+    def __init__(
+        self,
+        config: SnapshotterConfig,
+        layers: Layers,
+        client: RegistryClient,
+        metrics: Metrics,
+        background: Background,
+    ) -> None:
+        self.layers = layers
+        self.client = client
+        self._config = config
+        self._metrics = metrics
+        self._background = background
+        self._plans: OrderedDict[tuple[str, str], Plan] = OrderedDict()
+        self._planning: SingleFlight[tuple[str, str], Plan | None] = SingleFlight()
+        self._making: SingleFlight[str, LayerFacts] = SingleFlight()
+
+    @contextlib.asynccontextmanager
+    async def resolve(
+        self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
+    ) -> AsyncIterator[int | None]:
+        """Id of the mounted layer that ``labels`` describe, or None; pinned within the block."""
+        try:
+            descriptor = parse_annotations(labels)
+        except FormatError as error:
+            self._fall_back(labels, key, "bad-labels", error.message)
+            descriptor = None
+        else:
+            if descriptor is None:
+                self._fall_back(labels, key, "not-converted" if LABEL_SNAPSHOT_REF in labels else "no-labels")
+        if descriptor is None:
+            yield None
+            return
+        with self.layers.pin(descriptor.digest):
+            layer_id = await self._decide(descriptor, labels, key, parent_ref, lowers)
+            yield layer_id
+            if layer_id is not None:
+                self.layers.adopted(descriptor.digest)
+
+    async def _decide(
+        self, descriptor: LayerDescriptor, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
+    ) -> int | None:
+        image = _image(labels)
+        plan: Plan | None = None
+        try:
+            async with asyncio.timeout(self._config.resolve_timeout):
+                making = asyncio.ensure_future(self._make(descriptor, self._origins(descriptor, image)))
+                try:
+                    plan = await self._plan(image, labels) if image is not None else None
+                    if plan is not None and not plan.allows(descriptor.digest):
+                        self._fall_back(labels, key, "below-not-lazy", plan.reason)
+                        return None
+                    facts = await making
+                finally:
+                    making.cancel()
+                    await asyncio.gather(making, return_exceptions=True)
+                _check_chain(facts.diff_id, labels.get(LABEL_SNAPSHOT_REF, ""), parent_ref, bool(lowers))
+                variant = await self._variant(facts, lowers)
+                layer_id = await self.layers.attach(descriptor.digest, variant)
+        except (WeenvError, OSError) as error:  # TimeoutError is an OSError
+            reason = reason_of(error)
+            if plan is not None:
+                plan.end_at(descriptor.digest, reason)
+            text = str(error) or f"not ready within {self._config.resolve_timeout:g} s"
+            self._fall_back(labels, key, reason, text, error.hint if isinstance(error, WeenvError) else "")
+            return None
+        self._metrics.resolved.inc()
+        return layer_id
+
+    async def _variant(self, facts: LayerFacts, lowers: Sequence[str]) -> Variant:
+        if not facts.implied or not lowers:
+            return Variant()
+        return variant_of(await asyncio.to_thread(attributes_below, facts.implied, lowers))
+
+    # one layer
+
+    async def _make(self, descriptor: LayerDescriptor, origins: list[Origin]) -> LayerFacts:
+        """Tail, layer directory, metadata: once per layer whoever asks."""
+        with self.layers.pin(descriptor.digest):
+            facts = await self._making.do(descriptor.digest, lambda: self._make_now(descriptor, origins))
+            self.layers.keep_awhile(descriptor.digest)
+            return facts
+
+    async def _make_now(self, descriptor: LayerDescriptor, origins: list[Origin]) -> LayerFacts:
+        dirs = self.layers.dirs
+        begin = time.perf_counter()
+        if dirs.exists(descriptor.digest):
+            known = dirs.source(descriptor.digest)
+            if (known.toc_digest, known.size) != (descriptor.toc_digest, descriptor.size):
+                # A digest of the whole blob is not checked while it is read piecemeal: whoever came first with this
+                # digest has fixed what its tail is, and somebody else's manifest cannot change it.
+                raise VerificationError(
+                    f"layer {descriptor.digest} is known with another tail",
+                    hint="one of two images that name this layer is forged or was converted wrongly",
+                )
+            dirs.add_origins(descriptor.digest, origins)
+        else:
+            tail = await self._fetch_tail(descriptor, origins)
+            source = LayerSource(
+                descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest,
+                origins,
+            )  # fmt: skip
+            await asyncio.to_thread(dirs.create, source, tail)
+            self._metrics.resolve_seconds.labels(stage="tail").observe(time.perf_counter() - begin)
+        begin = time.perf_counter()
+        facts = await self.layers.plane.prepare(descriptor.digest, Variant())
+        self._metrics.resolve_seconds.labels(stage="build").observe(time.perf_counter() - begin)
+        return facts
+
+    async def _fetch_tail(self, descriptor: LayerDescriptor, origins: list[Origin]) -> bytes:
+        """The checked tail, from the first origin that has it. Raises SourceError or VerificationError of the last."""
+        failure: WeenvError = NotFoundInSource(
+            f"no registry is known for layer {descriptor.digest}",
+            hint="let the client send cri labels, or convert with a source annotation",
+        )
+        for origin in origins:
+            try:
+                source = open_source(self.client, origin, descriptor.digest, descriptor.size)
+                try:
+                    tail = await source.read(
+                        descriptor.toc_offset, descriptor.toc_length, deadline=self._config.resolve_timeout
+                    )
+                finally:
+                    await source.close()
+                self._metrics.tail_bytes.inc(len(tail))
+                if len(tail) > _HASH_INLINE:
+                    await asyncio.to_thread(verify_tail_bytes, tail, descriptor)
+                else:
+                    verify_tail_bytes(tail, descriptor)
+                return tail
+            except (SourceError, VerificationError) as error:
+                failure = error
+                log.warning("origin does not give the tail: %s", error, extra={"layer": descriptor.digest})
+        raise failure
+
+    def _origins(self, descriptor: LayerDescriptor, image: Reference | None) -> list[Origin]:
+        places: list[tuple[str, str]] = []
+        if image is not None:
+            places.append((image.host, image.repository))
+        if descriptor.source is not None and self._config.use_source_annotation and descriptor.source not in places:
+            places.append(descriptor.source)
+        return [Origin("registry", host, repository) for host, repository in places]
+
+    # one image
+
+    async def _plan(self, image: Reference, labels: Mapping[str, str]) -> Plan | None:
+        """The plan of the image that ``labels`` name; None where its manifest cannot be had: then layers decide alone."""
+        digest = labels.get(LABEL_MANIFEST, "")
+        if not digests.is_digest(digest):
+            return None
+        key = (image.name, digest)
+        plan = self._plans.get(key)
+        if plan is not None and time.monotonic() - plan.made < _PLAN_TTL:
+            return plan
+        return await self._planning.do(key, lambda: self._make_plan(key, image, digest))
+
+    async def _make_plan(self, key: tuple[str, str], image: Reference, digest: str) -> Plan | None:
+        try:
+            manifest = await self._manifest(image, digest)
+        except WeenvError as error:
+            log.warning("manifest cannot be read, layers are resolved one by one: %s", error, extra={"image": str(image)})
+            return None
+        plan = Plan(str(image), made=time.monotonic())
+        wanted: list[LayerDescriptor] = []
+        for layer in manifest.layers:
+            plan.positions.setdefault(layer.digest, len(plan.positions))
+            if plan.reason:
+                continue
+            try:
+                descriptor = parse_annotations(layer.annotations)
+            except FormatError:
+                plan.reason = "bad-labels"
+                continue
+            if descriptor is None:
+                plan.reason = "not-converted"
+                continue
+            plan.limit = len(plan.positions)
+            wanted.append(descriptor)
+        self._plans[key] = plan
+        self._plans.move_to_end(key)
+        while len(self._plans) > _PLANS:
+            self._plans.popitem(last=False)
+        for descriptor in wanted:
+            self._background.spawn(self._ahead(descriptor, self._origins(descriptor, image)), "resolve ahead")
+        return plan
+
+    async def _manifest(self, image: Reference, digest: str) -> Manifest:
+        what = f"manifest {image.with_digest(digest)}"
+        _, headers, body = await self.client.request(
+            "GET", image.host, f"/v2/{image.repository}/manifests/{digest}", what=what, scope=scope_of(image.repository),
+            headers={"Accept": ACCEPT}, limit=MAX_MANIFEST,
+        )  # fmt: skip
+        digests.verify(body, digest, what)
+        manifest = parse_manifest(body, headers.get("content-type", "").partition(";")[0], what)
+        if not isinstance(manifest, Manifest):
+            raise FormatError("an index where a manifest was expected", member=what)
+        return manifest
+
+    async def _ahead(self, descriptor: LayerDescriptor, origins: list[Origin]) -> None:
+        """Make a layer ready before it is asked for. Whoever asks gets the error, if there is one; here it is nobody's."""
+        with contextlib.suppress(WeenvError, OSError):
+            facts = await self._make(descriptor, origins)
+            if not facts.implied:
+                with self.layers.pin(descriptor.digest):
+                    await self.layers.attach(descriptor.digest, Variant())
+
+    # telling
+
+    def _fall_back(self, labels: Mapping[str, str], key: str, reason: str, detail: str = "", hint: str = "") -> None:
+        self._metrics.fallbacks.labels(reason=reason).inc()
+        extra = {
+            "reason": reason,
+            "image": labels.get(LABEL_IMAGE, ""),
+            "layer": labels.get(LABEL_LAYER, "") or key.rpartition(" ")[2],
+            "detail": " ".join(detail.split())[:500],
+            "hint": hint,
+        }
+        log.warning("layer is not served lazily: %s", REASONS[reason], extra=extra)
+
+
+def _image(labels: Mapping[str, str]) -> Reference | None:
+    """The image's name, where the client sent one that can be parsed."""
+    try:
+        return parse_reference(labels[LABEL_IMAGE])
+    except (KeyError, BadReference):
+        return None
+
+
+def _check_chain(diff_id: str, target: str, parent_ref: str, has_parent: bool) -> None:
+    """The layer has to be the one whose chainID containerd asks for, as far as the parent's chainID is known.
+
+    Chains are shared between images and namespaces, so a manifest that pairs another image's config with layers of its
+    own must not get to define them.
+    """
+    if has_parent and not parent_ref:
+        return
+    if not digests.is_digest(target) or (parent_ref and not digests.is_digest(parent_ref)):
+        return
+    have = digests.sha256(f"{parent_ref} {diff_id}".encode()) if parent_ref else diff_id
+    if have != target:
+        raise _WrongLayer(f"the layer's diffID {diff_id} does not give the chainID {target}")

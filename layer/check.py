@@ -179,23 +179,10 @@ def _check_names(toc: Toc) -> None:
     short = np.flatnonzero(lengths[1:] <= 2) + 1
     first = words.at(offsets[short], lengths[short].astype(np.int64))
     _fail(toc, (first == 0x2E << 56) | (first == 0x2E2E << 48), "a name is . or ..", short)
-    # Siblings: compare eight bytes at a time as big-endian numbers, padded with zeros, which no name holds; then only
-    # those pairs that are equal so far.
-    pairs = np.flatnonzero(e.parent[1:-1] == e.parent[2:]) + 1
-    position = 0
-    left = words.at(offsets, lengths.astype(np.int64))
-    a, b = left[pairs], left[pairs + 1]
-    while True:
-        _fail(toc, a > b, "siblings are not sorted by name", pairs)
-        pairs = pairs[a == b]
-        if not len(pairs):
-            return
-        position += 8
-        rest_a = lengths[pairs].astype(np.int64) - position
-        rest_b = lengths[pairs + 1].astype(np.int64) - position
-        _fail(toc, (rest_a <= 0) & (rest_b <= 0), "two siblings have the same name", pairs)
-        a = words.at(offsets[pairs] + position, rest_a)
-        b = words.at(offsets[pairs + 1] + position, rest_b)
+    siblings = np.flatnonzero(e.parent[1:-1] == e.parent[2:]) + 1
+    wrong = words.not_ascending(offsets, lengths.astype(np.int64), siblings)
+    if wrong is not None:
+        raise FormatError("is not after the sibling before it by name", member=_show(toc, wrong + 1))
 
 
 class _Words:
@@ -214,6 +201,26 @@ class _Words:
         half = cut // np.uint64(2)
         kept: AnyColumn = words >> half >> (cut - half) << half << (cut - half)
         return kept
+
+    def not_ascending(self, offsets: AnyColumn, lengths: AnyColumn, pairs: AnyColumn) -> int | None:
+        """The first ``i`` of ``pairs`` whose piece is not strictly before piece ``i + 1`` in byte order, or None.
+
+        Pieces hold no zero bytes: padded with zeros they compare, eight bytes at a time, as big-endian numbers; only
+        the pairs that are equal so far go on to the next eight.
+        """
+        wrong: list[int] = []
+        position = 0
+        while len(pairs):
+            left, right = lengths[pairs] - position, lengths[pairs + 1] - position
+            a = self.at(offsets[pairs] + position, left)
+            b = self.at(offsets[pairs + 1] + position, right)
+            undecided = a == b
+            bad = (a > b) | (undecided & (left <= 8) & (right <= 8))
+            if bad.any():
+                wrong.append(int(pairs[np.argmax(bad)]))
+            pairs = pairs[undecided & ~bad]
+            position += 8
+        return min(wrong, default=None)
 
 
 def _check_kinds(toc: Toc, limits: Limits) -> None:
@@ -281,17 +288,17 @@ def _check_xattrs(toc: Toc, limits: Limits) -> None:
         raise FormatError("an extended attribute's name is empty or longer than 255 bytes", member=_WHAT)
     if int(x.value_len.max()) > limits.max_xattr_value:
         raise LimitError(f"an extended attribute of more than {limits.max_xattr_value} bytes", member=_WHAT)
-    # Few rows have distinct sets: a loop over them is cheap, and max_xattr_rows bounds a hostile one.
-    begins = set(x.first.tolist())
-    previous = b""
-    pool = toc.pool
-    for row, (offset, length) in enumerate(zip(x.name_off.tolist(), x.name_len.tolist(), strict=True)):
-        name = pool[offset : offset + length]
-        if b"\0" in name:
-            raise FormatError("an extended attribute's name holds a NUL", member=_WHAT)
-        if row not in begins and name <= previous:
-            raise FormatError("the names of an xattr set are not sorted", member=_WHAT)
-        previous = name
+    # Names lie anywhere in the pool; a running count of zeros tells which hold one.
+    offsets, lengths = x.name_off.astype(np.int64), x.name_len.astype(np.int64)
+    low, high = int(offsets.min()), int((offsets + lengths).max())
+    zeros = np.zeros(high - low + 1, dtype=np.int64)
+    np.cumsum(np.frombuffer(toc.pool, dtype=np.uint8)[low:high] == 0, out=zeros[1:])
+    if (zeros[offsets + lengths - low] != zeros[offsets - low]).any():
+        raise FormatError("an extended attribute's name holds a NUL", member=_WHAT)
+    within = np.ones(rows, dtype=bool)
+    within[x.first[1:].astype(np.int64) - 1] = False  # the last row of a set has no successor in it
+    if _Words(toc.pool).not_ascending(offsets, lengths, np.flatnonzero(within)) is not None:
+        raise FormatError("the names of an xattr set are not sorted", member=_WHAT)
 
 
 def _check_sparse(toc: Toc, limits: Limits) -> tuple[AnyColumn, AnyColumn]:

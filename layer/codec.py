@@ -37,7 +37,7 @@ from weenv.core.digest import is_digest
 from weenv.core.errors import FormatError, LimitError, UnsupportedError
 from weenv.layer import columns, zframe
 from weenv.layer.check import check_frames, check_toc
-from weenv.layer.columns import ENTRY_COLUMNS, FRAME_COLUMNS, AnyColumn, Column
+from weenv.layer.columns import ENTRY_COLUMNS, FRAME_COLUMNS, AnyColumn
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
 from weenv.layer.toc import (
     FILE,

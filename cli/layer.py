@@ -1,0 +1,300 @@
+"""``weenv layer``: single layers, without containerd."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import click
+
+from weenv.cli import render
+from weenv.cli.locate import FoundLayer, find_layers, reader
+from weenv.core.errors import BadReference, VerificationError
+from weenv.layer.verify import LayerDescriptor
+
+T = TypeVar("T")
+
+_KINDS = ("file", "directory", "symlink", "hardlink", "char", "block", "fifo")
+
+_plain_http = click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry.")
+_platform = click.option("--platform", default="", help="Of an index, such as linux/arm64.  [default: this machine's]")
+_json = click.option("--json", "as_json", is_flag=True, help="For machines.")
+
+
+@click.group()
+def layer() -> None:
+    """Convert, inspect, verify or mount a single layer.
+
+    FILE|REF is a layer file, an image (all its layers), or one layer: REGISTRY/NAME@sha256:DIGEST, oci:DIR@sha256:DIGEST.
+    """
+
+
+def _each(text: str, platform: str, plain_http: tuple[str, ...], use: Callable[[FoundLayer], Awaitable[T]]) -> list[T]:
+    """Run ``use`` on every layer that ``text`` means."""
+
+    async def run() -> list[T]:
+        from weenv.registry.client import RegistryClient
+        from weenv.registry.config import RegistryConfig
+
+        async with RegistryClient(RegistryConfig(plain_http=frozenset(plain_http))) as client:
+            found = await find_layers(client, text, platform)
+            try:
+                return [await use(item) for item in found]
+            finally:
+                for item in found:
+                    await item.source.close()
+
+    return asyncio.run(run())
+
+
+@layer.command("convert")
+@click.argument("source", type=click.Path(exists=True, dir_okay=False, allow_dash=True))
+@click.argument("out", type=click.Path(dir_okay=False))
+@click.option("--json", "as_json", is_flag=True, help="Print the descriptor with its annotations as JSON.")
+def convert(source: str, out: str, as_json: bool) -> None:
+    """Turn a tar (plain, .gz or .zst) into a layer of the format.
+
+    \b
+    Example:
+      weenv layer convert rootfs.tar.gz rootfs.tar.zst
+    """
+    from weenv.cli.progress import bar
+    from weenv.converter.file import convert_layer_file
+
+    with bar(f"converting {source}", quiet=as_json) as show:
+        made = convert_layer_file(source, out, progress=show)
+    if as_json:
+        render.print_json(_encoded(made))
+        return
+    click.echo(f"{out}: {render.size(made.blob_size)} ({made.blob_size / max(made.stream_size, 1):.0%} of the tar)")
+    click.echo(f"  digest {made.blob_digest}\n  diffID {made.diff_id}")
+
+
+def _encoded(made: Any) -> dict[str, Any]:
+    from weenv.layer.verify import MEDIA_TYPE
+
+    return {
+        "mediaType": MEDIA_TYPE,
+        "digest": made.blob_digest,
+        "size": made.blob_size,
+        "diffId": made.diff_id,
+        "streamSize": made.stream_size,
+        "annotations": made.annotations(),
+    }
+
+
+@layer.command("inspect")
+@click.argument("what", metavar="FILE|REF")
+@_platform
+@_plain_http
+@_json
+@click.option("--entries", is_flag=True, help="List every entry of the layer, too.")
+def inspect(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool, entries: bool) -> None:
+    """Show what a layer's table of contents says, reading only the blob's tail.
+
+    \b
+    Examples:
+      weenv layer inspect rootfs.tar.zst
+      weenv layer inspect registry.example/env:1-lazy --json
+    """
+    described = _each(what, platform, plain_http, lambda item: _describe(item, entries))
+    if as_json:
+        render.print_json(described[0] if len(described) == 1 else described)
+        return
+    rows = [
+        (
+            render.short(d["digest"]) or "-",
+            render.size(d["size"]),
+            render.size(d["streamSize"]) if d["lazy"] else "-",
+            str(d["frames"]["count"]) if d["lazy"] else "-",
+            render.size(d["toc"]["length"]) if d["lazy"] else "-",
+            ", ".join(f"{n} {k}" for k, n in d["counts"].items() if n) if d["lazy"] else render.escape(d["reason"]),
+            d["trust"],
+        )
+        for d in described
+    ]
+    render.table(["layer", "blob", "tar", "frames", "TOC", "holds", "trust"], rows, right=[1, 2, 3, 4])
+    if entries:
+        for d in described:
+            for row in d.get("entries", ()):
+                click.echo(f"{row['mode']} {row['uid']:>6} {row['gid']:>6} {row['size']:>12} {row['shown']}")
+
+
+async def _describe(item: FoundLayer, entries: bool) -> dict[str, Any]:
+    from weenv.core.errors import FormatError
+    from weenv.layer.decode import describe
+    from weenv.layer.verify import verify_tail
+
+    loop = asyncio.get_running_loop()
+    read_at = reader(item.source, loop)
+
+    def work() -> dict[str, Any]:
+        claimed = item.promised or describe(read_at, item.source.size, item.digest or "sha256:" + "0" * 64)
+        tail = read_at(claimed.toc_offset, claimed.toc_length)
+        toc = verify_tail(tail, claimed)
+        kinds = Counter(toc.entries.kind.tolist())
+        out: dict[str, Any] = {
+            "name": item.name,
+            "digest": item.digest,
+            "size": item.source.size,
+            "lazy": True,
+            "trust": "manifest" if item.promised else "none: the blob's own footer",
+            "version": 1,
+            "diffId": toc.diff_id,
+            "streamSize": toc.stream_size,
+            "toc": {"offset": claimed.toc_offset, "length": claimed.toc_length, "digest": claimed.toc_digest},
+            "frames": {"count": len(toc.frames), "target": toc.frame_target, "level": toc.level},
+            "counts": {name: kinds.get(number, 0) for number, name in enumerate(_KINDS)},
+        }
+        if entries:
+            out["entries"] = [_entry(toc, number) for number in range(len(toc.entries))]
+        return out
+
+    try:
+        return await asyncio.to_thread(work)
+    except FormatError as error:
+        if item.digest == "" or item.promised is not None:
+            raise
+        return {
+            "name": item.name,
+            "digest": item.digest,
+            "size": item.source.size,
+            "lazy": False,
+            "reason": str(error),
+            "trust": "-",
+        }
+
+
+def _entry(toc: Any, number: int) -> dict[str, Any]:
+    e = toc.entries
+    kind = int(e.kind[number])
+    path = "/" + toc.path(number).decode("utf-8", "backslashreplace")
+    row: dict[str, Any] = {
+        "path": path,
+        "kind": _KINDS[kind],
+        "mode": f"{int(e.mode[number]):04o}",
+        "uid": int(e.uid[number]),
+        "gid": int(e.gid[number]),
+        "mtime": int(e.mtime[number]) + int(e.mtime_ns[number]) / 1e9,
+        "size": int(e.size[number]),
+        "flags": int(e.flags[number]),
+    }
+    if kind == 2:
+        row["target"] = toc.target(number).decode("utf-8", "backslashreplace")
+    elif kind == 3:
+        row["link"] = "/" + toc.path(int(e.aux[number])).decode("utf-8", "backslashreplace")
+    elif kind in (4, 5):
+        row["device"] = [int(e.aux[number]) >> 32, int(e.aux[number]) & 0xFFFFFFFF]
+    if attributes := toc.xattr_items(number):
+        row["xattrs"] = {name.decode("utf-8", "backslashreplace"): value.hex() for name, value in attributes}
+    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in path)
+    row["shown"] = shown + (f" -> {row.get('target') or row.get('link')}" if kind in (2, 3) else "")
+    return row
+
+
+@layer.command("verify")
+@click.argument("what", metavar="FILE|REF")
+@_platform
+@_plain_http
+@_json
+def verify(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+    """Read whole layers and check every link of the chain of trust, and the TOC against the tar itself.
+
+    \b
+    Example:
+      weenv layer verify registry.example/env:1-lazy
+    """
+    results = _each(what, platform, plain_http, lambda item: _verify(item, as_json))
+    if as_json:
+        render.print_json(results)
+        return
+    for row in results:
+        click.echo(f"{row['name']}: good; {row['entries']} entries, {row['frames']} frames, {render.size(row['size'])}")
+        if not row["trusted"]:
+            click.echo("  measured against itself only: no manifest says what it should be")
+
+
+async def _verify(item: FoundLayer, quiet: bool) -> dict[str, Any]:
+    from weenv.cli.progress import bar
+    from weenv.layer.decode import verify_blob
+
+    read_at = reader(item.source, asyncio.get_running_loop())
+    with bar(f"verifying {render.short(item.digest) or os.path.basename(item.name)}", quiet=quiet) as show:
+        done = await asyncio.to_thread(verify_blob, read_at, item.source.size, descriptor=item.promised, progress=show)
+    if item.digest and done.descriptor.digest != item.digest:
+        raise VerificationError(f"the blob has digest {done.descriptor.digest}", member=item.name)
+    return {
+        "name": item.name,
+        "digest": done.descriptor.digest,
+        "diffId": done.toc.diff_id,
+        "size": item.source.size,
+        "entries": len(done.toc.entries),
+        "frames": len(done.toc.frames),
+        "trusted": item.promised is not None,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Single:
+    descriptor: LayerDescriptor
+    tail: bytes
+    found: FoundLayer
+
+
+@layer.command("mount")
+@click.argument("what", metavar="FILE|REF@DIGEST")
+@click.argument("directory", type=click.Path(exists=True, file_okay=False))
+@_platform
+@_plain_http
+@click.option("-f", "--foreground", is_flag=True, help="Stay; unmount on Ctrl-C.")
+def mount(what: str, directory: str, platform: str, plain_http: tuple[str, ...], foreground: bool) -> None:
+    """Mount one layer read-only, fetching bytes when they are read. Needs root.
+
+    \b
+    Examples:
+      weenv layer mount rootfs.tar.zst /mnt
+      weenv layer mount registry.example/env@sha256:... /mnt
+      weenv layer umount /mnt
+    """
+    from weenv.layer.decode import describe
+    from weenv.plugin.snapshotter.blobfs.single import mount_layer
+
+    async def look(item: FoundLayer) -> _Single:
+        read_at = reader(item.source, asyncio.get_running_loop())
+
+        def work() -> _Single:
+            claimed = item.promised or describe(read_at, item.source.size, item.digest or "sha256:" + "0" * 64)
+            return _Single(claimed, read_at(claimed.toc_offset, claimed.toc_length), item)
+
+        return await asyncio.to_thread(work)
+
+    found = _each(what, platform, plain_http, look)
+    if len(found) != 1:
+        names = "\n  ".join(item.found.name for item in found)
+        raise BadReference(f"{what} is an image of {len(found)} layers; name one of them", hint=names)
+    mount_layer(
+        found[0].descriptor,
+        found[0].tail,
+        found[0].found.origin,
+        os.path.abspath(directory),
+        plain_http=plain_http,
+        foreground=foreground,
+    )
+
+
+@layer.command("umount")
+@click.argument("directory", type=click.Path(file_okay=False))
+def umount(directory: str) -> None:
+    """Unmount what ``weenv layer mount`` mounted.
+
+    \b
+    Example:
+      weenv layer umount /mnt
+    """
+    from weenv.plugin.snapshotter.blobfs.single import umount_layer
+
+    umount_layer(os.path.abspath(directory))

@@ -1,0 +1,147 @@
+"""Finding layer blobs by what a user types: a file, ``oci:DIR[:TAG]``, or an image or blob in a registry."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform as machine
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from weenv.core.errors import BadReference, FormatError, NotFoundInSource
+from weenv.layer.decode import ReadAt
+from weenv.layer.verify import LayerDescriptor, is_annotated, parse_annotations
+from weenv.plugin.snapshotter.layerdir import Origin
+from weenv.registry.client import RegistryClient
+from weenv.registry.layout import Layout
+from weenv.registry.manifest import Descriptor, Index, Manifest, parse_manifest
+from weenv.registry.reference import LayoutLocation, Reference, parse_location
+from weenv.registry.source import BlobSource, open_source
+
+ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+"""``uname -m`` to OCI's names (those of Go's GOARCH)."""
+
+
+@dataclass(slots=True)
+class FoundLayer:
+    """A layer blob: how to call it, where its bytes are, and what a manifest promises of it (None: nothing does)."""
+
+    name: str
+    digest: str
+    source: BlobSource
+    origin: Origin
+    promised: LayerDescriptor | None
+
+
+def here() -> str:
+    """The platform of this machine, as OCI writes it."""
+    arch = machine.machine()
+    return f"linux/{ARCHITECTURES.get(arch, arch)}"
+
+
+async def find_layers(client: RegistryClient, text: str, platform: str = "") -> list[FoundLayer]:
+    """The layers that ``text`` means, bottom first; one for a file or a blob's digest.
+
+    Raises BadReference, SourceError, FormatError.
+    """
+    if os.path.exists(text) and not os.path.isdir(text):
+        origin = Origin("file", path=os.path.abspath(text))
+        return [FoundLayer(text, "", open_source(client, origin, "", os.path.getsize(text)), origin, None)]
+    try:
+        location = parse_location(text)
+    except BadReference as error:
+        raise BadReference(f"{text!r} is neither a file nor a reference: {error.message}", hint=error.hint) from error
+    if isinstance(location, LayoutLocation):
+        return _from_layout(client, location, platform, text)
+    return await _from_registry(client, location, platform, text)
+
+
+def _from_layout(client: RegistryClient, location: LayoutLocation, platform: str, text: str) -> list[FoundLayer]:
+    layout = Layout(location.path)
+    layout.check()
+    origin = Origin("layout", path=os.path.abspath(location.path))
+    if location.digest:
+        images = list(_images(layout))
+        for _, manifest in images:
+            for layer in manifest.layers:
+                if layer.digest == location.digest:
+                    return [_found(client, layer, origin, text)]
+        if all(descriptor.digest != location.digest for descriptor, _ in images):
+            path = layout.blob_path(location.digest)
+            if not os.path.exists(path):
+                raise NotFoundInSource(f"{text}: no such blob in the layout")
+            source = open_source(client, origin, location.digest, os.path.getsize(path))
+            return [FoundLayer(text, location.digest, source, origin, None)]
+    descriptor = layout.resolve(location.tag, location.digest)
+    parsed = parse_manifest(layout.read_blob(descriptor), descriptor.media_type)
+    if isinstance(parsed, Index):
+        descriptor = choose(parsed, platform or here(), text)
+        parsed = parse_manifest(layout.read_blob(descriptor), descriptor.media_type)
+    return [_found(client, layer, origin, text) for layer in _image(parsed, text).layers]
+
+
+def _images(layout: Layout) -> Iterator[tuple[Descriptor, Manifest]]:
+    """Every image manifest that a layout's index leads to."""
+    todo = list(layout.index().manifests)
+    while todo:
+        descriptor = todo.pop()
+        try:
+            parsed = parse_manifest(layout.read_blob(descriptor), descriptor.media_type)
+        except (FormatError, NotFoundInSource):
+            continue
+        if isinstance(parsed, Index):
+            todo.extend(parsed.manifests)
+        else:
+            yield descriptor, parsed
+
+
+async def _from_registry(client: RegistryClient, reference: Reference, platform: str, text: str) -> list[FoundLayer]:
+    origin = Origin("registry", host=reference.api_host, repository=reference.repository)
+    try:
+        data, descriptor = await client.get_manifest(reference)
+    except NotFoundInSource:
+        size = await client.has_blob(origin.host, origin.repository, reference.digest) if reference.digest else None
+        if size is None:
+            raise
+        return [FoundLayer(text, reference.digest, open_source(client, origin, reference.digest, size), origin, None)]
+    parsed = parse_manifest(data, descriptor.media_type)
+    if isinstance(parsed, Index):
+        chosen = choose(parsed, platform or here(), text)
+        data, descriptor = await client.get_manifest(reference.with_digest(chosen.digest))
+        parsed = parse_manifest(data, descriptor.media_type)
+    return [_found(client, layer, origin, text) for layer in _image(parsed, text).layers]
+
+
+def choose(index: Index, platform: str, text: str) -> Descriptor:
+    """The manifest of an index for a platform such as ``linux/amd64``. Raises NotFoundInSource."""
+    names = []
+    for descriptor in index.manifests:
+        name = descriptor.platform_name
+        if name == platform or name.startswith(platform + "/"):
+            return descriptor
+        names.append(name)
+    raise NotFoundInSource(
+        f"{text} has nothing for {platform}", hint=f"choose with --platform: {', '.join(sorted(set(names)))}"
+    )
+
+
+def _image(parsed: Manifest | Index, text: str) -> Manifest:
+    if isinstance(parsed, Index):
+        raise FormatError(f"{text} is an index within an index", hint="name a manifest by its digest")
+    return parsed
+
+
+def _found(client: RegistryClient, layer: Descriptor, origin: Origin, text: str) -> FoundLayer:
+    promised = parse_annotations(layer.annotations) if is_annotated(layer.annotations) else None
+    name = f"{text.partition('@')[0]}@{layer.digest}"
+    return FoundLayer(name, layer.digest, open_source(client, origin, layer.digest, layer.size), origin, promised)
+
+
+def reader(source: BlobSource, loop: asyncio.AbstractEventLoop) -> ReadAt:
+    """``read_at`` of a source for use in another thread than the loop's; short where the blob ends."""
+
+    def read_at(offset: int, length: int) -> bytes:
+        length = min(length, source.size - offset)
+        return asyncio.run_coroutine_threadsafe(source.read(offset, length), loop).result() if length > 0 else b""
+
+    return read_at

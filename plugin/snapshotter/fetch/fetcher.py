@@ -264,7 +264,7 @@ class Fetcher:
                     view = memoryview(chunk)
                     while done < len(flights) and have + len(view) >= need:
                         take = need - have
-                        data = chunk if take == len(chunk) else b"".join([*parts, view[:take]])
+                        data = chunk if not have and take == len(chunk) else b"".join([*parts, view[:take]])
                         parts, have, view = [], 0, view[take:]
                         flight = flights[done]
                         done += 1

@@ -161,12 +161,6 @@ class ReadAhead:
             return self._neighbours(first, end) if fresh else []
         return self._file(low, high, first, end, fresh)
 
-    def forget(self, frame: int) -> None:
-        """A frame that was planned could not be had; it no longer counts as fetched on a guess."""
-        if frame in self._guessed:
-            self._guessed.discard(frame)
-            self.guessed_bytes -= self._starts[frame + 1] - self._starts[frame]
-
     def _wanted(self, low: int, high: int) -> list[int]:
         states, planned = self._states, self._planned
         return [frame for frame in range(low, high) if not states[frame] and not planned(frame)]

@@ -79,11 +79,12 @@ def blobfs_serve(
     Example:
       weenv blobfs serve --config /etc/weenv/config.toml
     """
-    from weenv.plugin.snapshotter import config as shared
+    from weenv.core.settings import read_tables
     from weenv.plugin.snapshotter.blobfs import config, daemon
+    from weenv.plugin.snapshotter.config import registry_config
 
     _logging(ctx, log_level, log_format)
-    registry = shared.load(config_path).registry
+    registry = registry_config(read_tables(config_path))
     asyncio.run(daemon.serve(config.load(config_path, root=root, mountpoint=mountpoint), registry))
 
 

@@ -14,15 +14,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-import tomllib
 from dataclasses import dataclass, field
 from typing import Any
 
+from weenv.core import settings
 from weenv.core.errors import ConfigError
 from weenv.registry.config import RegistryConfig
-
-DEFAULT_CONFIG = "/etc/weenv/config.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,52 +75,27 @@ class SnapshotterConfig:
                 raise ConfigError(f"snapshotter.mount_options cannot hold {option!r}")
 
 
-def _convert(where: str, value: object, default: object) -> Any:
-    """``value`` as the type of ``default``; lists become what the default is."""
-    if isinstance(default, (tuple, frozenset)):
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise ConfigError(f"{where} must be a list of strings")
-        return type(default)(value)
-    if isinstance(default, float) and type(value) is int:
-        return float(value)
-    if type(value) is not type(default):
-        raise ConfigError(f"{where} must be a {type(default).__name__}, not {value!r}")
-    return value
-
-
-def _fields(where: str, cls: type[Any], raw: object, skip: frozenset[str] = frozenset()) -> dict[str, Any]:
-    if not isinstance(raw, dict):
-        raise ConfigError(f"[{where}] must be a table")
-    defaults = cls()
-    known = {item.name: getattr(defaults, item.name) for item in dataclasses.fields(cls) if item.name not in skip}
-    out: dict[str, Any] = {}
-    for name, value in raw.items():
-        if name not in known:
-            raise ConfigError(f"unknown setting {where}.{name}", hint=f"known: {', '.join(sorted(known))}")
-        out[name] = _convert(f"{where}.{name}", value, known[name])
-    return out
-
-
 def from_tables(tables: dict[str, Any], **overrides: Any) -> SnapshotterConfig:
     """From a parsed configuration file; other tables than ours are left alone. Raises :class:`ConfigError`."""
-    registry = RegistryConfig(**_fields("registry", RegistryConfig, tables.get("registry", {}), frozenset({"mirrors"})))
-    values = _fields("snapshotter", SnapshotterConfig, tables.get("snapshotter", {}), frozenset({"registry"}))
-    values.update({name: value for name, value in overrides.items() if value is not None})
-    return SnapshotterConfig(registry=registry, **values)
+    registry = registry_config(tables)
+    return settings.build(
+        SnapshotterConfig,
+        tables.get("snapshotter", {}),
+        "snapshotter",
+        skip=frozenset({"registry"}),
+        registry=registry,
+        **overrides,
+    )
 
 
-def load(path: str = DEFAULT_CONFIG, **overrides: Any) -> SnapshotterConfig:
+def registry_config(tables: dict[str, Any]) -> RegistryConfig:
+    """The ``[registry]`` table, which both daemons read. Raises :class:`ConfigError`."""
+    return settings.build(RegistryConfig, tables.get("registry", {}), "registry", skip=frozenset({"mirrors"}))
+
+
+def load(path: str = settings.DEFAULT_CONFIG, **overrides: Any) -> SnapshotterConfig:
     """Read ``path``; the defaults where the default file does not exist. ``overrides`` that are not None win.
 
     Raises :class:`ConfigError`.
     """
-    try:
-        with open(path, "rb") as file:
-            tables = tomllib.load(file)
-    except FileNotFoundError as error:
-        if path != DEFAULT_CONFIG:
-            raise ConfigError(f"no such file: {path}") from error
-        tables = {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    return from_tables(tables, **overrides)
+    return from_tables(settings.read_tables(path), **overrides)

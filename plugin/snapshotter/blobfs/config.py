@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
-import tomllib
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from typing import Any
 
+from weenv.core import settings
 from weenv.core.errors import ConfigError
-
-DEFAULT_CONFIG = "/etc/weenv/config.toml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,44 +73,14 @@ class BlobfsConfig:
                 raise ConfigError(f"blobfs.{name} must be between {low} and {high:g}, not {getattr(self, name)!r}")
 
 
-def _build(cls: type[Any], raw: object, where: str) -> Any:
-    if not isinstance(raw, dict):
-        raise ConfigError(f"[{where}] must be a table")
-    hints = get_type_hints(cls)
-    unknown = sorted(set(raw) - set(hints))
-    if unknown:
-        raise ConfigError(f"unknown setting {where}.{unknown[0]}", hint=f"known: {', '.join(sorted(hints))}")
-    values: dict[str, Any] = {}
-    for name, value in raw.items():
-        kind = hints[name]
-        if dataclasses.is_dataclass(kind):
-            values[name] = _build(kind, value, f"{where}.{name}")  # type: ignore[arg-type]
-            continue
-        if kind is float and type(value) is int:
-            value = float(value)
-        if type(value) is not kind:
-            raise ConfigError(f"{where}.{name} must be a {kind.__name__}, not {value!r}")
-        values[name] = value
-    return cls(**values)
-
-
 def from_table(raw: object) -> BlobfsConfig:
     """Make a configuration from the parsed ``[blobfs]`` table. Raises :class:`ConfigError` naming the setting."""
-    config: BlobfsConfig = _build(BlobfsConfig, raw, "blobfs")
-    return config
+    return settings.build(BlobfsConfig, raw, "blobfs")
 
 
-def load(path: str = DEFAULT_CONFIG, **overrides: Any) -> BlobfsConfig:
-    """Read ``path`` (the defaults where it does not exist); ``overrides`` that are not None win.
+def load(path: str = settings.DEFAULT_CONFIG, **overrides: Any) -> BlobfsConfig:
+    """Read ``path``; the defaults where the default file does not exist. ``overrides`` that are not None win.
 
     Raises :class:`ConfigError`.
     """
-    try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file).get("blobfs", {})
-    except FileNotFoundError:
-        table = {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise ConfigError(f"cannot read {path}: {error}") from error
-    config = from_table(table)
-    return dataclasses.replace(config, **{name: value for name, value in overrides.items() if value is not None})
+    return settings.build(BlobfsConfig, settings.read_tables(path).get("blobfs", {}), "blobfs", **overrides)

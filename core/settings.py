@@ -1,0 +1,65 @@
+"""The configuration file: TOML tables into frozen dataclasses, every fault named by the setting it is in.
+
+A dataclass is one table; a field's type is that of its default. Fields may be ``str``, ``bool``, ``int``, ``float``, a
+``tuple`` or ``frozenset`` of strings, or another dataclass (a table within the table).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import tomllib
+from typing import Any, TypeVar
+
+from weenv.core.errors import ConfigError
+
+T = TypeVar("T")
+
+DEFAULT_CONFIG = "/etc/weenv/config.toml"
+
+
+def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
+    """The file's tables; none where the default file does not exist. Raises :class:`ConfigError`."""
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except FileNotFoundError as error:
+        if path != DEFAULT_CONFIG:
+            raise ConfigError(f"no such file: {path}", hint="write it, or leave --config out") from error
+        return {}
+    except (OSError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"cannot read {path}: {error}") from error
+
+
+def build(cls: type[T], raw: object, where: str, *, skip: frozenset[str] = frozenset(), **overrides: Any) -> T:
+    """Make a ``cls`` from the table ``raw``, called ``where`` in messages; ``overrides`` that are not None win.
+
+    ``skip`` names fields that no file may set. Raises :class:`ConfigError`.
+    """
+    if not isinstance(raw, dict):
+        raise ConfigError(f"[{where}] must be a table")
+    defaults = cls()
+    known = {item.name: getattr(defaults, item.name) for item in dataclasses.fields(defaults)}  # type: ignore[arg-type]
+    values: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name not in known or name in skip:
+            raise ConfigError(f"unknown setting {where}.{name}", hint=f"known: {', '.join(sorted(set(known) - skip))}")
+        default = known[name]
+        if dataclasses.is_dataclass(default) and not isinstance(default, type):
+            values[name] = build(type(default), value, f"{where}.{name}")
+        else:
+            values[name] = _convert(f"{where}.{name}", value, default)
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    return cls(**values)
+
+
+def _convert(where: str, value: object, default: object) -> Any:
+    """``value`` as the type of ``default``."""
+    if isinstance(default, tuple | frozenset):
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise ConfigError(f"{where} must be a list of strings, not {value!r}")
+        return type(default)(value)
+    if isinstance(default, float) and type(value) is int:
+        return float(value)
+    if type(value) is not type(default):
+        raise ConfigError(f"{where} must be a {type(default).__name__}, not {value!r}")
+    return value

@@ -1,0 +1,67 @@
+"""Write docs/configuration.md from the configuration dataclasses: ``.venv/bin/python docs/make_configuration.py``."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import os
+import textwrap
+from typing import Any
+
+from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, FillConfig
+from weenv.plugin.snapshotter.config import SnapshotterConfig
+from weenv.registry.config import RegistryConfig
+
+HEAD = """# Configuration
+
+One TOML file, `/etc/weenv/config.toml` (or `--config FILE`), read by both daemons; a missing file means the defaults, an
+unknown or wrong setting is an error that names it. Times are in seconds, sizes in bytes. This page is written by
+`docs/make_configuration.py` from the code.
+"""
+
+TABLES: list[tuple[str, type[Any], set[str], str]] = [
+    ("snapshotter", SnapshotterConfig, {"registry"}, "`weenv snapshotter serve`."),
+    ("registry", RegistryConfig, {"mirrors"}, "How registries are reached, by both daemons."),
+    ("blobfs", BlobfsConfig, {"fill"}, "`weenv blobfs serve`."),
+    ("blobfs.fill", FillConfig, set(), "Fetching the rest of a layer when nobody needs the machine."),
+]
+
+
+def toml(value: object) -> str:
+    """A value as TOML writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple | frozenset):
+        return str(sorted(value))
+    return f'"{value}"' if isinstance(value, str) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def texts(cls: type[Any]) -> dict[str, str]:
+    """The docstring below each field of a dataclass."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
+    assert isinstance(tree, ast.ClassDef)
+    found = {}
+    for field, after in zip(tree.body, tree.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(after, ast.Expr):
+            assert isinstance(after.value, ast.Constant)
+            found[field.target.id] = " ".join(str(after.value.value).split()).replace("``", "`")
+    return found
+
+
+def page() -> str:
+    """The whole page."""
+    out = [HEAD]
+    for name, cls, skip, about in TABLES:
+        out.append(f"## `[{name}]`\n\n{about}\n\n| setting | default | what it is |\n|---|---|---|")
+        described, defaults = texts(cls), cls()
+        for item in dataclasses.fields(cls):
+            if item.name not in skip:
+                out.append(f"| `{item.name}` | `{toml(getattr(defaults, item.name))}` | {described.get(item.name, '')} |")
+        out.append("")
+    return "\n".join(out)
+
+
+if __name__ == "__main__":
+    with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "configuration.md"), "w", encoding="utf-8") as file:
+        file.write(page())

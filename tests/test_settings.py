@@ -1,0 +1,94 @@
+"""core/settings.py and the daemons' configuration: right types, every fault named, the documentation complete."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+
+from weenv.core import settings
+from weenv.core.errors import ConfigError
+from weenv.plugin.snapshotter import config as snapshotter_config
+from weenv.plugin.snapshotter.blobfs import config as blobfs_config
+from weenv.plugin.snapshotter.config import SnapshotterConfig
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+
+
+@dataclass(frozen=True)
+class Inner:
+    rate: float = 1.5
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str = "x"
+    count: int = 1
+    on: bool = True
+    hosts: frozenset[str] = frozenset()
+    inner: Inner = field(default_factory=Inner)
+
+
+def test_build_takes_every_type() -> None:
+    made = settings.build(Outer, {"count": 2, "on": False, "hosts": ["a", "b"], "inner": {"rate": 2}}, "t", name="y")
+    assert made == Outer("y", 2, False, frozenset({"a", "b"}), Inner(2.0))
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        ({"nmae": "x"}, "unknown setting t.nmae"),
+        ({"count": "2"}, "t.count must be a int"),
+        ({"count": True}, "t.count must be a int"),
+        ({"on": 1}, "t.on must be a bool"),
+        ({"hosts": "a"}, "t.hosts must be a list of strings"),
+        ({"inner": 3}, r"\[t.inner\] must be a table"),
+        ({"inner": {"rat": 3}}, "unknown setting t.inner.rat"),
+        ([], r"\[t\] must be a table"),
+    ],
+)
+def test_build_names_the_setting_at_fault(raw: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        settings.build(Outer, raw, "t")
+
+
+def test_files(tmp_path: object) -> None:
+    path = f"{tmp_path}/c.toml"
+    with pytest.raises(ConfigError, match="no such file"):
+        settings.read_tables(path)
+    with open(path, "w") as file:
+        file.write(
+            '[snapshotter]\nroot = "/r/"\nmount_options = ["volatile"]\n[registry]\nplain_http = ["h:1"]\n[blobfs]\nthreads = 3\n[blobfs.fill]\nenabled = false\n'
+        )
+    loaded = snapshotter_config.load(path, socket="/s")
+    assert (loaded.root, loaded.socket, loaded.mount_options) == ("/r", "/s", ("volatile",))
+    assert loaded.registry.is_plain("h:1")
+    blobs = blobfs_config.load(path, mountpoint="/m")
+    assert (blobs.threads, blobs.fill.enabled, blobs.mountpoint) == (3, False, "/m")
+    with open(path, "w") as file:
+        file.write("[snapshotter\n")
+    with pytest.raises(ConfigError, match="cannot read"):
+        snapshotter_config.load(path)
+
+
+@pytest.mark.parametrize(
+    "change", [{"root": "relative"}, {"root": "/a:b"}, {"builders": 0}, {"mount_options": ("lowerdir=/x",)}]
+)
+def test_values_out_of_range_are_refused(change: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="snapshotter"):
+        SnapshotterConfig(**change)  # type: ignore[arg-type]
+
+
+def test_the_configuration_page_is_the_one_the_code_makes() -> None:
+    made = subprocess.run(
+        [sys.executable, "-c", "import runpy; print(runpy.run_path('docs/make_configuration.py')['page'](), end='')"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    with open(os.path.join(ROOT, "docs/configuration.md"), encoding="utf-8") as file:
+        assert file.read() == made.stdout, "run .venv/bin/python docs/make_configuration.py"

@@ -55,9 +55,8 @@ def page() -> str:
     for name, cls, skip, about in TABLES:
         out.append(f"## `[{name}]`\n\n{about}\n\n| setting | default | what it is |\n|---|---|---|")
         described, defaults = texts(cls), cls()
-        for item in dataclasses.fields(cls):
-            if item.name not in skip:
-                out.append(f"| `{item.name}` | `{toml(getattr(defaults, item.name))}` | {described.get(item.name, '')} |")
+        shown = [item.name for item in dataclasses.fields(cls) if item.name not in skip]
+        out.extend(f"| `{item}` | `{toml(getattr(defaults, item))}` | {described.get(item, '')} |" for item in shown)
         out.append("")
     return "\n".join(out)
 

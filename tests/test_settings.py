@@ -61,7 +61,8 @@ def test_files(tmp_path: object) -> None:
         settings.read_tables(path)
     with open(path, "w") as file:
         file.write(
-            '[snapshotter]\nroot = "/r/"\nmount_options = ["volatile"]\n[registry]\nplain_http = ["h:1"]\n[blobfs]\nthreads = 3\n[blobfs.fill]\nenabled = false\n'
+            '[snapshotter]\nroot = "/r/"\nmount_options = ["volatile"]\n[registry]\nplain_http = ["h:1"]\n'
+            "[blobfs]\nthreads = 3\n[blobfs.fill]\nenabled = false\n"
         )
     loaded = snapshotter_config.load(path, socket="/s")
     assert (loaded.root, loaded.socket, loaded.mount_options) == ("/r", "/s", ("volatile",))

@@ -136,13 +136,18 @@ class Transfer:
         )
 
     async def mount_blob(self, host: str, repository: str, descriptor: Descriptor, mount_from: str) -> bool:
-        """True where the blob is in the repository now without being sent: it was there or could be mounted."""
+        """True where the blob is in the repository now without being sent: it was there or could be mounted.
+
+        An empty ``mount_from`` only asks whether it is there, with the authority to push.
+        """
         registry = self._registry(host, scope_of(repository, "pull,push", also_pull=mount_from))
 
         def work() -> bool:
             container = registry.container(repository, descriptor.digest)
             if registry.blob_exists({"digest": descriptor.digest}, container):
                 return True
+            if not mount_from or mount_from == repository:
+                return False
             answer = _start_mount(registry, container, descriptor.digest, mount_from)
             if answer.status_code == 202:  # not mounted: the session is of no use
                 location = registry._get_location(answer, container)

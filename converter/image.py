@@ -1,0 +1,371 @@
+"""Whole images: every layer of every platform to our format, everything else as it was.
+
+::
+
+    root (index or manifest)
+      └─ manifest ─┬─ config          copied, byte for byte
+                   └─ layers          already ours: copied, "skipped"
+                                      else: fetch, verify, decompress, encode, compare diffID, put: "converted"
+                                      cannot be represented: copied, "copied", with the reason
+
+The name is published last, so an interrupted run leaves unreferenced blobs at most, and what it converted is found
+by the next one (remember.py).
+
+Shared state, all on the event loop: ``_flights`` (a layer digest is worked on once, whoever asks), ``_done`` (its
+outcome). Threads only touch files of their own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from weenv.converter.endpoints import LayoutEnd, RegistryEnd, open_ends
+from weenv.converter.options import (
+    CONVERTED,
+    COPIED,
+    SKIPPED,
+    ConvertOptions,
+    ConvertResult,
+    Event,
+    LayerResult,
+    ManifestResult,
+)
+from weenv.converter.pipeline import encode_file
+from weenv.converter.remember import Memory, Remembered
+from weenv.core import digest as digests
+from weenv.core.aio import SingleFlight, gather_all
+from weenv.core.errors import FormatError, SourceError, UnsupportedError, VerificationError
+from weenv.layer.encode import EncodedLayer
+from weenv.layer.verify import MEDIA_TYPE, LayerDescriptor, parse_annotations, verify_tail
+from weenv.registry.client import RegistryClient
+from weenv.registry.manifest import (
+    MAX_CONFIG,
+    MAX_MANIFEST,
+    OCI_INDEX,
+    OCI_MANIFEST,
+    TO_OCI,
+    Descriptor,
+    Index,
+    Manifest,
+    parse_config,
+    parse_manifest,
+)
+from weenv.registry.reference import Reference, parse_location
+
+T = TypeVar("T")
+MAX_INDEX_DEPTH = 4
+REFERENCE_DIGEST = "vnd.docker.reference.digest"
+"""BuildKit's annotation that ties an attestation manifest to the image manifest beside it in the index."""
+
+# Annotations that describe the old blob's bytes: eStargz, zstd:chunked, nydus, overlaybd, and our own.
+_STALE = (
+    "containerd.io/snapshot/weenv.", "containerd.io/snapshot/stargz/", "io.containers.estargz.",
+    "io.github.containers.zstd-chunked.", "io.containers.zstd-chunked.", "containerd.io/snapshot/nydus-",
+    "containerd.io/snapshot/overlaybd",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    status: str
+    reason: str
+    layer: LayerDescriptor | None = None
+    diff_id: str = ""
+    stream_size: int = 0
+    seconds: float = 0.0
+
+
+async def convert_image(src: str, dst: str, *, options: ConvertOptions | None = None) -> ConvertResult:
+    """Convert the image at ``src`` and publish it at ``dst``; either is ``oci:DIR[:TAG]`` or a registry reference.
+
+    Raises WeenvError. Cancelling it (Ctrl-C) leaves no partial tag and no temporary file.
+    """
+    options = options or ConvertOptions()
+    began = time.monotonic()
+    source_location, destination_location = parse_location(src), parse_location(dst)
+    async with contextlib.AsyncExitStack() as stack:
+        client = options.client
+        if client is None:
+            client = await stack.enter_async_context(RegistryClient(options.registry))
+        source, destination = open_ends(
+            client, source_location, destination_location,
+            scratch_root=options.scratch_root(), chunk_size=options.chunk_size,
+        )  # fmt: skip
+        stack.push_async_callback(destination.close)
+        hint = None
+        if options.source_hint and isinstance(destination_location, Reference):
+            hint = (destination_location.host, destination_location.repository)
+        work = _Conversion(source, destination, options, hint)
+        data, descriptor = await source.root()
+        new, root = await work.document(data, descriptor, 0)
+        await destination.publish(root, new)
+    return ConvertResult(src, dst, new, tuple(work.manifests), tuple(work.layers), time.monotonic() - began)
+
+
+class _Conversion:
+    def __init__(
+        self, source: LayoutEnd | RegistryEnd, destination: LayoutEnd | RegistryEnd, options: ConvertOptions,
+        hint: tuple[str, str] | None,
+    ) -> None:  # fmt: skip
+        self._source = source
+        self._destination = destination
+        self._options = options
+        self._hint = hint
+        self._memory = Memory(options.cache_dir, options.target, options.level)
+        self._flights: SingleFlight[str, _Outcome] = SingleFlight()
+        self._copies: SingleFlight[str, None] = SingleFlight()
+        self._done: dict[str, _Outcome] = {}
+        self._encoding = asyncio.Semaphore(options.jobs)
+        # Spooled layers take disk: fetch at most one ahead of the encoders.
+        self._spooled = asyncio.Semaphore(options.jobs + 1)
+        self.manifests: list[ManifestResult] = []
+        self.layers: list[LayerResult] = []
+
+    # -- documents ----------------------------------------------------------------------------------------------
+
+    async def document(self, data: bytes, descriptor: Descriptor, depth: int, platform: str = "") -> tuple[Descriptor, bytes]:
+        """Convert a manifest or index; its blobs and children are at the destination then, itself not yet."""
+        parsed = parse_manifest(data, descriptor.media_type, descriptor.digest)
+        if isinstance(parsed, Index):
+            return await self._index(parsed, descriptor, depth)
+        return await self._manifest(parsed, descriptor, platform)
+
+    async def _index(self, index: Index, old: Descriptor, depth: int) -> tuple[Descriptor, bytes]:
+        if depth >= MAX_INDEX_DEPTH:
+            raise FormatError(f"indexes nested more than {MAX_INDEX_DEPTH} deep", member=old.digest)
+
+        async def child(descriptor: Descriptor) -> Descriptor:
+            data = await self._source.manifest(descriptor)
+            new, body = await self.document(data, descriptor, depth + 1, descriptor.platform_name)
+            await self._destination.put_manifest(body, new)
+            return new
+
+        children = await gather_all(*(child(descriptor) for descriptor in index.manifests))
+        changed = {
+            number: replace(was, media_type=new.media_type, digest=new.digest, size=new.size)
+            for number, (was, new) in enumerate(zip(index.manifests, children, strict=True))
+            if was.digest != new.digest
+        }
+        if not changed:
+            return replace(old, media_type=index.media_type), index.data
+        renamed = {index.manifests[number].digest: new.digest for number, new in changed.items()}
+        for number, was in enumerate(index.manifests):
+            about = renamed.get(was.annotations.get(REFERENCE_DIGEST, ""))
+            if about is not None:
+                now = changed.get(number, was)
+                changed[number] = replace(now, annotations=now.annotations | {REFERENCE_DIGEST: about})
+        data = index.with_manifests(changed)
+        return _described(data, OCI_INDEX), data
+
+    async def _manifest(self, manifest: Manifest, old: Descriptor, platform: str) -> tuple[Descriptor, bytes]:
+        reason = ""
+        if not manifest.is_image:
+            reason = "not a container image"
+        elif self._options.platforms and platform and platform not in self._options.platforms:
+            reason = "platform not asked for"
+        if reason:
+            await gather_all(self._copy(manifest.config), *(self._copy(layer) for layer in manifest.layers))
+            self.manifests.append(ManifestResult(platform, old, old, reason))
+            return replace(old, media_type=manifest.media_type), manifest.data
+        config_data = await self._source.small(manifest.config, MAX_CONFIG)
+        config = parse_config(config_data, f"config of {old.digest}")
+        platform = platform or "/".join(part for part in (config.os, config.architecture) if part)
+        if len(config.diff_ids) != len(manifest.layers):
+            raise FormatError(
+                f"its config lists {len(config.diff_ids)} diffIDs for {len(manifest.layers)} layers", member=old.digest
+            )
+        if not await self._destination.has(manifest.config):
+            await self._destination.put_bytes(config_data, manifest.config)
+        outcomes = await gather_all(
+            *(self._layer(layer, diff_id) for layer, diff_id in zip(manifest.layers, config.diff_ids, strict=True))
+        )
+        replaced: dict[int, Descriptor] = {}
+        results: list[LayerResult] = []
+        for number, (layer, outcome) in enumerate(zip(manifest.layers, outcomes, strict=True)):
+            new = layer
+            if outcome.layer is not None:
+                new = self._new_descriptor(layer, outcome.layer)
+                if new != layer:
+                    replaced[number] = new
+            results.append(
+                LayerResult(platform, number, layer, new, outcome.status, outcome.reason, outcome.seconds,
+                            outcome.stream_size, outcome.diff_id)
+            )  # fmt: skip
+        data = manifest.with_layers(replaced) if replaced else manifest.data
+        new_manifest = _described(data, OCI_MANIFEST) if replaced else replace(old, media_type=manifest.media_type)
+        if len(data) > MAX_MANIFEST:
+            raise FormatError("the new manifest would be too large", member=old.digest)
+        if replaced:
+            results = [
+                replace(r, new=replace(r.new, media_type=TO_OCI.get(r.new.media_type, r.new.media_type))) for r in results
+            ]
+        self.layers += results
+        self.manifests.append(ManifestResult(platform, old, new_manifest))
+        return new_manifest, data
+
+    def _new_descriptor(self, old: Descriptor, layer: LayerDescriptor) -> Descriptor:
+        kept = {key: value for key, value in old.annotations.items() if not key.startswith(_STALE)}
+        hint = self._hint if self._hint is not None else layer.source
+        annotations = kept | replace(layer, source=hint).annotations()
+        return Descriptor(MEDIA_TYPE, layer.digest, layer.size, annotations)
+
+    # -- layers -------------------------------------------------------------------------------------------------
+
+    async def _layer(self, layer: Descriptor, diff_id: str) -> _Outcome:
+        outcome = self._done.get(layer.digest)
+        if outcome is None:
+            outcome = await self._flights.do(layer.digest, lambda: self._work(layer, diff_id))
+            self._done[layer.digest] = replace(outcome, seconds=0.0)
+        if outcome.layer is not None and outcome.diff_id != diff_id:
+            # Two images list one layer under two diffIDs: one of them is wrong, and it is not to be made worse.
+            await self._copy(layer)
+            return _Outcome(COPIED, f"its content has diffID {outcome.diff_id}, the config says {diff_id}")
+        return outcome
+
+    async def _work(self, layer: Descriptor, diff_id: str) -> _Outcome:
+        began = time.monotonic()
+        try:
+            outcome = await self._convert(layer, diff_id)
+        except VerificationError:
+            raise  # the source's bytes are not what its manifest promises
+        except FormatError as error:
+            await self._copy(layer)
+            outcome = _Outcome(COPIED, str(error))
+        self._report("done", layer.digest, layer.size, layer.size, outcome.status)
+        return replace(outcome, seconds=time.monotonic() - began)
+
+    async def _convert(self, layer: Descriptor, diff_id: str) -> _Outcome:
+        if layer.foreign:
+            return await self._copied(layer, "a layer that is not to be redistributed")
+        ours = await self._already(layer, diff_id)
+        if ours is not None:
+            await self._copy(layer)
+            return ours
+        known = None if self._options.force else self._memory.find(layer.digest)
+        if known is not None and known.diff_id == diff_id:
+            blob = Descriptor(MEDIA_TYPE, known.layer.digest, known.layer.size)
+            if await self._destination.has(blob, mount=False):
+                return _Outcome(SKIPPED, "converted before", known.layer, known.diff_id, known.stream_size)
+        async with self._spooled:
+            spool = os.path.join(self._destination.scratch, "in-" + secrets.token_hex(8))
+            out = os.path.join(self._destination.scratch, "out-" + secrets.token_hex(8))
+            try:
+                path = await self._source.fetch(layer, spool, self._moved("fetch", layer))
+                async with self._encoding:
+                    try:
+                        encoded = await self._encode(layer, path, out)
+                    except UnsupportedError:
+                        raise
+                    except FormatError as error:
+                        # The bytes are those that the manifest promises: they are malformed, not tampered with.
+                        raise UnsupportedError(error.message, member="") from error
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(spool)
+                if encoded.diff_id != diff_id:
+                    return await self._copied(layer, f"its content has diffID {encoded.diff_id}, the config says {diff_id}")
+                blob = Descriptor(MEDIA_TYPE, encoded.blob_digest, encoded.blob_size)
+                if not await self._destination.has(blob, mount=False):
+                    await self._destination.put(
+                        blob, out, owned=True, progress=self._moved("push", replace(layer, size=blob.size))
+                    )
+            finally:
+                for temporary in (spool, out):
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(temporary)
+        result = Remembered(encoded.descriptor(), encoded.diff_id, encoded.stream_size)
+        self._memory.store(layer.digest, result)
+        return _Outcome(CONVERTED, "", result.layer, result.diff_id, result.stream_size)
+
+    async def _already(self, layer: Descriptor, diff_id: str) -> _Outcome | None:
+        """The outcome for a layer that is in our format, checked as far as its tail; None for any other."""
+        try:
+            claimed = parse_annotations(layer.annotations, self._options.limits)
+            if (
+                claimed is None
+                or layer.media_type != MEDIA_TYPE
+                or (claimed.digest, claimed.size) != (layer.digest, layer.size)
+            ):
+                return None
+            source = self._source.blob(layer)
+            try:
+                tail = await source.read(claimed.toc_offset, claimed.toc_length)
+            finally:
+                await source.close()
+            toc = await asyncio.to_thread(verify_tail, tail, claimed, self._options.limits)
+        except FormatError:
+            return None  # its content is still a tar stream: converted anew
+        if toc.diff_id != diff_id:
+            return None
+        return _Outcome(SKIPPED, "already in the format", claimed, toc.diff_id, toc.stream_size)
+
+    async def _encode(self, layer: Descriptor, path: str, out: str) -> EncodedLayer:
+        taken = None
+        if self._options.progress is not None:
+            taken = lambda done: self._report("convert", layer.digest, done, layer.size)  # noqa: E731
+        return await _in_thread(lambda cancel: encode_file(path, out, self._options, cancel, taken))
+
+    async def _copied(self, layer: Descriptor, reason: str) -> _Outcome:
+        await self._copy(layer)
+        return _Outcome(COPIED, reason)
+
+    async def _copy(self, blob: Descriptor) -> None:
+        await self._copies.do(blob.digest, lambda: self._copy_now(blob))
+
+    async def _copy_now(self, blob: Descriptor) -> None:
+        if await self._destination.has(blob):
+            return
+        spool = os.path.join(self._destination.scratch, "copy-" + secrets.token_hex(8))
+        try:
+            try:
+                path = await self._source.fetch(blob, spool, self._moved("fetch", blob))
+            except SourceError:
+                if blob.foreign:  # its bytes are elsewhere (urls), as before
+                    return
+                raise
+            await self._destination.put(blob, path, owned=path == spool, progress=self._moved("push", blob))
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(spool)
+
+    # -- progress -----------------------------------------------------------------------------------------------
+
+    def _report(self, stage: str, digest: str, done: int, total: int, text: str = "") -> None:
+        if self._options.progress is not None:
+            self._options.progress(Event(stage, digest, done, total, text))
+
+    def _moved(self, stage: str, blob: Descriptor) -> Callable[[int], None] | None:
+        if self._options.progress is None:
+            return None
+        moved = 0
+
+        def step(count: int) -> None:
+            nonlocal moved
+            moved += count
+            self._report(stage, blob.digest, moved, blob.size)
+
+        return step
+
+
+def _described(data: bytes, media_type: str) -> Descriptor:
+    return Descriptor(media_type, digests.sha256(data), len(data))
+
+
+async def _in_thread(work: Callable[[threading.Event], T]) -> T:
+    """Run ``work`` in a thread; when cancelled, tell it, and wait until it has stopped using its files."""
+    cancel = threading.Event()
+    future = asyncio.ensure_future(asyncio.to_thread(work, cancel))
+    try:
+        return await asyncio.shield(future)
+    except asyncio.CancelledError:
+        cancel.set()
+        with contextlib.suppress(BaseException):
+            await future
+        raise

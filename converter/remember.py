@@ -1,0 +1,74 @@
+"""What was converted before: a directory of small files, so that a run that was interrupted goes on where it was.
+
+A file's name is the digest of everything that the result depends on: source layer, encoder parameters, format version and
+library versions. Its content says what came out. It is only a hint for finding a blob at the destination by its digest;
+a wrong one costs a conversion, never a wrong image: the diffID that it states is compared with the image config's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from dataclasses import asdict, dataclass
+
+import zstandard
+
+from weenv.core import digest as digests
+from weenv.core.atomic import write_atomic
+from weenv.core.errors import WeenvError
+from weenv.layer.verify import LayerDescriptor
+
+FORMAT = 1
+"""Raised whenever the encoder writes other bytes for the same stream and parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """A converted layer: its blob, its diffID and the length of its tar stream (bytes)."""
+
+    layer: LayerDescriptor
+    diff_id: str
+    stream_size: int
+
+
+class Memory:
+    """The directory; None remembers nothing. Never raises for a cache that cannot be read or written."""
+
+    def __init__(self, directory: str | None, target: int, level: int) -> None:
+        if directory == "":
+            base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+            directory = os.path.join(base, "weenv", "converted")
+        self._directory = directory
+        version = ".".join(str(part) for part in zstandard.ZSTD_VERSION)
+        self._salt = f"{FORMAT} {target} {level} zstd-{version}"
+
+    def _path(self, digest: str) -> str:
+        key = digests.hex_of(digests.sha256(f"{self._salt} {digests.check_digest(digest)}".encode()))
+        return os.path.join(self._directory or "", key)
+
+    def find(self, digest: str) -> Remembered | None:
+        """What a source layer became, or None."""
+        if self._directory is None:
+            return None
+        try:
+            with open(self._path(digest), "rb") as file:
+                raw = json.loads(file.read(65_536))
+            layer = LayerDescriptor(**raw["layer"])
+            digests.check_digest(layer.digest)
+            digests.check_digest(layer.toc_digest)
+            sizes = (layer.size, layer.toc_offset, layer.toc_length, raw["stream_size"])
+            if raw["source"] != digest or not all(type(size) is int and size >= 0 for size in sizes):
+                return None
+            return Remembered(layer, digests.check_digest(raw["diff_id"]), raw["stream_size"])
+        except (OSError, ValueError, TypeError, KeyError, WeenvError):
+            return None
+
+    def store(self, digest: str, result: Remembered) -> None:
+        """Remember what a source layer became."""
+        if self._directory is None:
+            return
+        raw = {"source": digest, "layer": asdict(result.layer), "diff_id": result.diff_id, "stream_size": result.stream_size}
+        with contextlib.suppress(OSError):
+            os.makedirs(self._directory, mode=0o700, exist_ok=True)
+            write_atomic(self._path(digest), json.dumps(raw).encode(), durable=False)

@@ -85,9 +85,11 @@ class TreeBuilder:
             self._whiteout(directory, base, member)
             return
         children = directory.children
-        if len(base) > directory.room:
-            raise LimitError("a name or path too long for a filesystem", member=show(member.name))
         kind = member[1]
+        if len(base) > directory.room:
+            if kind == GLOBAL:
+                return
+            raise LimitError("a name or path too long for a filesystem", member=show(member.name))
         old = children.get(base)
         if kind == DIRECTORY:
             self._directory(directory, base, old, name, member)

@@ -45,6 +45,15 @@ def scope_of(repository: str, actions: str = "pull", *, also_pull: str = "") -> 
     return scope + (f" repository:{also_pull}:pull" if also_pull and also_pull != repository else "")
 
 
+def merge_scopes(scopes: list[str]) -> str:
+    """One scope for each resource, with all the actions asked for, in order."""
+    merged: dict[str, dict[str, None]] = {}
+    for scope in scopes:
+        resource, _, actions = scope.rpartition(":")
+        merged.setdefault(resource, {}).update(dict.fromkeys(actions.split(",")))
+    return " ".join(f"{resource}:{','.join(actions)}" for resource, actions in merged.items())
+
+
 def _repository(scope: str) -> str:
     parts = scope.partition(" ")[0].split(":")
     return parts[1] if len(parts) >= 3 else ""
@@ -119,7 +128,7 @@ class Authorizer:
         asked = challenge.params.get("scope", "").split()
         if any(_repository(one) == _repository(scope) for one in asked):
             # What the server asked for may be more than we thought of; a remembered one of another repository is not.
-            scope = " ".join(dict.fromkeys([*asked, *scope.split()]))
+            scope = merge_scopes([*scope.split(), *asked])
         request = token_request(
             challenge,
             scope,

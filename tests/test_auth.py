@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from simulator.registry import SimulatedRegistry
 
 from weenv.core.errors import ConfigError, SourceError, UnauthorizedError
-from weenv.registry.auth import scope_of
+from weenv.registry.auth import merge_scopes, scope_of
 from weenv.registry.challenge import Challenge, choose, parse_challenges, parse_token, token_request
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
@@ -98,6 +98,12 @@ def test_tokens_are_renewed_before_they_expire(answer: dict[str, object], renew:
     token = parse_token(json.dumps({"token": "t", **answer}).encode(), 0.0)
     assert token.renew_at == pytest.approx(renew)
     assert "t" not in repr(token).replace("Token", "").replace("renew_at", "")
+
+
+def test_scopes_are_merged() -> None:
+    assert merge_scopes(["repository:a:pull,push", "repository:b:pull", "repository:a:pull,delete", "registry:catalog:*"]) == (
+        "repository:a:pull,push,delete repository:b:pull registry:catalog:*"
+    )
 
 
 # -- credentials ----------------------------------------------------------------------------------------------------

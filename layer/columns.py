@@ -115,7 +115,7 @@ def decode(column: Column, data: Buffer, offset: int, coding: str, count: int) -
         if not values:
             return np.zeros(0, dtype=dtype)
         return np.full(values, np.frombuffer(data, dtype=dtype, count=1, offset=offset)[0], dtype=dtype)
-    if coding == "raw" or dtype.itemsize == 1:
+    if coding == "raw" or (dtype.itemsize == 1 and coding == "planes"):
         return np.frombuffer(data, dtype=dtype, count=values, offset=offset)
     planes = np.frombuffer(data, dtype=np.uint8, count=values * dtype.itemsize, offset=offset).reshape(dtype.itemsize, values)
     array = np.empty((values, dtype.itemsize), dtype=np.uint8)

@@ -290,7 +290,8 @@ def wide(count: int) -> Toc:
     none, none64 = np.zeros(0, dtype=np.uint32), np.zeros(0, dtype=np.uint64)
     return Toc(
         "sha256:" + hashlib.sha256().hexdigest(), total, 1 << 20, 3, frames([100] * len(contents), contents), entries,
-        XattrSets(np.zeros(1, dtype=np.uint32), none, none, none, none), SparseRows(none, none64, none64, none64), b"".join(names),
+        XattrSets(np.zeros(1, dtype=np.uint32), none, none, none, none), SparseRows(none, none64, none64, none64),
+        b"".join(names),
     )  # fmt: skip
 
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from weenv.layer.encode import EncodedLayer, encode_layer
 
 
-def make_tar(members: list[dict[str, Any]], format: int = tarfile.PAX_FORMAT) -> bytes:
+def make_tar(members: list[dict[str, Any]], form: int = tarfile.PAX_FORMAT) -> bytes:
     """A tar of members: ``name``, ``type`` (tarfile's, default a file), ``data``, and any attribute of TarInfo."""
     out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", format=format) as tar:
+    with tarfile.open(fileobj=out, mode="w", format=form) as tar:
         for member in members:
             info = tarfile.TarInfo(member["name"])
             data = member.get("data", b"")

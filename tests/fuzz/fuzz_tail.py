@@ -1,7 +1,8 @@
 """Fuzz target: a layer's tail as a registry may send it.
 
-With atheris: ``python tests/fuzz/fuzz_tail.py [CORPUS] -max_total_time=600``. Without: ``python tests/fuzz/fuzz_tail.py --runs N``
-makes N deterministic mutations of a sound tail; ``tests/test_fuzz_tail.py`` runs a short pass of that.
+With atheris: ``python tests/fuzz/fuzz_tail.py [CORPUS] -max_total_time=600``. Without it,
+``python tests/fuzz/fuzz_tail.py --runs N`` makes N deterministic mutations of a sound tail; ``tests/test_fuzz_tail.py``
+runs a short pass of that.
 
 Whatever the bytes are, the parsers return or raise FormatError, and what they return can be used.
 """

@@ -63,7 +63,7 @@ def convert(source: str, out: str, as_json: bool) -> None:
       weenv layer convert rootfs.tar.gz rootfs.tar.zst
     """
     from weenv.cli.progress import bar
-    from weenv.converter.file import convert_layer_file
+    from weenv.converter.pipeline import convert_layer_file
 
     with bar(f"converting {source}", quiet=as_json) as show:
         made = convert_layer_file(source, out, progress=show)

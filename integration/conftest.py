@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Iterator
 
 import pytest
+
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.node import Node
 from weenv_testkit.procs import mounts_under, processes_of
@@ -113,7 +114,8 @@ def module_node(line: str, home: str, registry: Registry, store: Store) -> Itera
     path = os.path.join(home, f"n{line}")
     os.mkdir(path)
     store.pause()
-    with Node(line, path, registry=registry.host) as running:
+    # Without background filling, what is fetched is what was asked for, so it can be counted.
+    with Node(line, path, registry=registry.host, settings={"blobfs.fill": "enabled = false"}) as running:
         yield running
 
 

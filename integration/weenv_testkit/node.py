@@ -134,9 +134,7 @@ class Node:
         self.snapshotter = Daemon("snapshotter", self.config, os.path.join(home, "snapshotter.log"), ports[0])
         self.blobfs = Daemon("blobfs", self.config, os.path.join(home, "blobfs.log"), ports[1])
         proxy = Proxy(SNAPSHOTTER, self.socket, self.root)
-        self.containerd = Containerd(
-            line, os.path.join(home, "c"), registry=registry, proxies=[proxy], snapshotter=SNAPSHOTTER
-        )
+        self.containerd = Containerd(line, os.path.join(home, "c"), registry=registry, proxies=[proxy], snapshotter=SNAPSHOTTER)
         self._expected: list[re.Pattern[str]] = []
 
     @property
@@ -174,6 +172,30 @@ class Node:
     def cri(self) -> Cri:
         """A CRI client of the containerd."""
         return Cri(self.containerd)
+
+    def pull(self, ref: str) -> str:
+        """Pull as this line can pull lazily: 2.x by ``ctr``, 1.7 (whose ctr always unpacks) by CRI. The namespace."""
+        if self.line == "1.7":
+            with self.cri() as cri:
+                cri.pull(ref)
+            return "k8s.io"
+        self.containerd.pull(ref, snapshotter=SNAPSHOTTER)
+        return "default"
+
+    def shell(self, ref: str, script: str, namespace: str, *flags: str, check: bool = True) -> str:
+        """Output of ``sh -c SCRIPT`` in a new container of the image."""
+        return self.containerd.run(
+            ref, "sh", "-c", script, snapshotter=SNAPSHOTTER, namespace=namespace, flags=flags, check=check
+        )
+
+    def rootfs(self, container: str, namespace: str) -> str:
+        """Where the root of a running container is mounted, seen from outside."""
+        return os.path.join(self.containerd.state, "io.containerd.runtime.v2.task", namespace, container, "rootfs")
+
+    def layers(self) -> set[str]:
+        """Digests of the layers that have a directory on this node."""
+        folder = os.path.join(self.root, "layers", "sha256")
+        return {"sha256:" + name for name in os.listdir(folder)} if os.path.isdir(folder) else set()
 
     # -- what went wrong ------------------------------------------------------------------------------------------
 

@@ -92,9 +92,11 @@ class Store:
         return [write_tar(self._path("small.tar"), images.busybox_members())]
 
     def _debian(self) -> list[str]:
-        sleeper = (tools.busybox(), "rb")
-        with open(*sleeper) as file:
-            program = file.read()
+        base = images.debian_tar(PACKAGES)
+        with tarfile.open(base) as archive:
+            member = archive.extractfile("./usr/bin/id")
+            assert member is not None
+            program = member.read()
         middle = [
             Member.directory("opt/weenv"),
             Member("opt/weenv/data.bin", corpus.noise(24 << 20), mode=0o644),
@@ -104,9 +106,7 @@ class Store:
             Member.hardlink("opt/weenv/two", "opt/weenv/one"),
             Member.directory("opt/weenv/sub", 0o2775, gid=1000),
             Member.hardlink("opt/weenv/sub/three", "opt/weenv/one"),
-            # busybox drops privileges unless it is asked for an applet that wants them, so suid is shown by `id` of
-            # a copy that is no busybox by name: see the tests.
-            Member("opt/weenv/suid", program, mode=0o4755),
+            Member("opt/weenv/suid-id", program, mode=0o4755),
             Member("opt/weenv/marked", b"x\n", pax=xattr("user.colour", "blau")),
             Member.directory("opt/weenv/opaque"),
             Member("opt/weenv/opaque/below", b"hidden by the layer above\n"),
@@ -122,7 +122,7 @@ class Store:
             Member("etc/weenv-release", b"top\n"),
         ]
         middle_tar = write_tar(self._path("debian-middle.tar"), middle)
-        return [images.debian_tar(PACKAGES), middle_tar, write_tar(self._path("debian-top.tar"), top)]
+        return [base, middle_tar, write_tar(self._path("debian-top.tar"), top)]
 
     def _deep(self) -> list[str]:
         tars = [self.tars("small")[0]]

@@ -240,10 +240,10 @@ async def test_bearer_with_password_and_scope() -> None:
             # Another repository is another scope.
             assert await c.has_blob(sim.host, "c", digest) == len(BLOB)
             assert sim.count("token") == 2
-        async with client(sim, Credential("u", "bad")) as c:
+        async with client(sim, Credential("u", "wr0ng-pass")) as c:
             with pytest.raises(UnauthorizedError, match="refuses user 'u'") as caught:
                 await c.has_blob(sim.host, "a/b", digest)
-            assert "docker login" in caught.value.hint and "bad" not in str(caught.value)
+            assert "docker login" in caught.value.hint and "wr0ng-pass" not in str(caught.value)
 
 
 async def test_identity_token() -> None:

@@ -49,7 +49,8 @@ def test_source_files_stay_under_about_600_lines() -> None:
     for name in tracked():
         if name.endswith(".py"):
             with open(os.path.join(ROOT, name), encoding="utf-8") as file:
-                assert sum(1 for _ in file) <= 650, name
+                limit = 750 if name.startswith(("tests/", "integration/")) else 650
+                assert sum(1 for _ in file) <= limit, name
 
 
 @pytest.mark.slow

@@ -114,7 +114,10 @@ class Client:
     async def call(
         self, path: str, request: Any, answer: str, *, headers: Sequence[tuple[str, str]] = (), deadline: float | None = None
     ) -> Any:
-        """One unary call, bounded by ``deadline`` seconds. ``answer`` is the SCHEMA key of the response. Raises :class:`ContainerdError`."""
+        """One unary call, bounded by ``deadline`` seconds; ``answer`` is the SCHEMA key of the response.
+
+        Raises :class:`ContainerdError`.
+        """
         try:
             return await self._method("unary_unary", path, answer)(request, metadata=tuple(headers), timeout=deadline)
         except grpc.aio.AioRpcError as error:

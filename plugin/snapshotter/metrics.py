@@ -25,7 +25,10 @@ class Metrics:
             "weenv_snapshotter_request_errors", "Requests answered with an error", ["method", "code"], registry=self.registry
         )
         self.fallbacks = Counter(
-            "weenv_snapshotter_fallbacks", "Layers that are not served lazily", ["reason"], registry=self.registry
+            "weenv_snapshotter_fallbacks", "Images that are not served lazily", ["reason"], registry=self.registry
+        )
+        self.ordinary_layers = Counter(
+            "weenv_snapshotter_ordinary_layers", "Layers that are not served lazily", ["reason"], registry=self.registry
         )
         self.resolved = Counter("weenv_snapshotter_lazy_layers", "Layers committed lazily", registry=self.registry)
         self.resolve_seconds = Histogram(

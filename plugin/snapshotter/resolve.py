@@ -6,7 +6,7 @@ and starts on *all* of its layers side by side, because containerd asks for them
 one ranged request each, checked, stored; the metadata is built and mounted.
 
 One lazy decision per image: layers from the bottom up to the first that is not in the format (or cannot be had) are
-lazy, the rest is unpacked by containerd, which fetches everything above the first ordinary layer anyway. Every layer
+lazy, the rest is unpacked by containerd, which fetches everything above the first ordinary layer anyway. Every image
 that is not served lazily is one log line and one count with a reason of :data:`REASONS`.
 """
 
@@ -95,6 +95,9 @@ _BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
 _PLANS = 256
 _PLAN_TTL = 600.0
 """Images remembered, and for how many seconds: long enough for one pull."""
+_TOLD = 60.0
+_TOLD_UNNAMED = 5.0
+"""Seconds for which further layers of an image that is not lazy are its consequence, and no news."""
 _HASH_INLINE = 256 << 10
 
 
@@ -147,6 +150,7 @@ class Resolver:
         self._metrics = metrics
         self._background = background
         self._plans: OrderedDict[tuple[str, str], Plan] = OrderedDict()
+        self._told: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._planning: SingleFlight[tuple[str, str], Plan | None] = SingleFlight()
         self._making: SingleFlight[str, LayerFacts] = SingleFlight()
 
@@ -342,7 +346,8 @@ class Resolver:
     # telling
 
     def _fall_back(self, labels: Mapping[str, str], key: str, reason: str, detail: str = "", hint: str = "") -> None:
-        self._metrics.fallbacks.labels(reason=reason).inc()
+        """Count the layer; log and count the image, once: what its other layers say are consequences."""
+        self._metrics.ordinary_layers.labels(reason=reason).inc()
         extra = {
             "reason": reason,
             "image": labels.get(LABEL_IMAGE, ""),
@@ -350,7 +355,15 @@ class Resolver:
             "detail": " ".join(detail.split())[:500],
             "hint": hint,
         }
-        log.warning("layer is not served lazily: %s", REASONS[reason], extra=extra)
+        image, now = (labels.get(LABEL_IMAGE, ""), labels.get(LABEL_MANIFEST, "")), time.monotonic()
+        while self._told and next(iter(self._told.values())) < now:
+            self._told.popitem(last=False)
+        if image in self._told:
+            log.debug("layer is not served lazily: %s", REASONS[reason], extra=extra)
+            return
+        self._told[image] = now + (_TOLD if any(image) else _TOLD_UNNAMED)
+        self._metrics.fallbacks.labels(reason=reason).inc()
+        log.warning("image is not served lazily: %s", REASONS[reason], extra=extra)
 
 
 def _image(labels: Mapping[str, str]) -> Reference | None:

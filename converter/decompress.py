@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import zstandard
 
 from weenv.core.errors import FormatError, UnsupportedError
+from weenv.registry.threads import Cancelled
 
 _gzip_engine: Any = zlib
 with contextlib.suppress(ImportError):  # no wheel for this machine
@@ -38,10 +39,6 @@ class Readable(Protocol):
     def read(self, size: int = -1, /) -> bytes: ...
 
 
-class Cancelled(Exception):
-    """The work was called off."""
-
-
 def detect(head: bytes) -> str:
     """``gzip``, ``zstd`` or ``none`` from the first MAGIC_SIZE bytes. Raises :class:`UnsupportedError` for xz and bzip2."""
     if head[:3] == b"\x1f\x8b\x08":
@@ -50,7 +47,7 @@ def detect(head: bytes) -> str:
         return "zstd"
     if head[:6] == b"\xfd7zXZ\0":
         raise UnsupportedError("compressed with xz, which OCI layers never are")
-    if head[:3] == b"BZh" and head[4:6] == b"AY":
+    if head[:3] == b"BZh" and head[4:6] == b"1A":
         raise UnsupportedError("compressed with bzip2, which OCI layers never are")
     return "none"
 

@@ -21,11 +21,9 @@ import asyncio
 import contextlib
 import os
 import secrets
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
 
 from weenv.converter.endpoints import LayoutEnd, RegistryEnd, open_ends
 from weenv.converter.options import (
@@ -59,8 +57,8 @@ from weenv.registry.manifest import (
     parse_manifest,
 )
 from weenv.registry.reference import Reference, parse_location
+from weenv.registry.threads import in_thread
 
-T = TypeVar("T")
 MAX_INDEX_DEPTH = 4
 REFERENCE_DIGEST = "vnd.docker.reference.digest"
 """BuildKit's annotation that ties an attestation manifest to the image manifest beside it in the index."""
@@ -123,6 +121,7 @@ class _Conversion:
         self._flights: SingleFlight[str, _Outcome] = SingleFlight()
         self._copies: SingleFlight[str, None] = SingleFlight()
         self._done: dict[str, _Outcome] = {}
+        self._begun: set[str] = set()
         self._encoding = asyncio.Semaphore(options.jobs)
         # Spooled layers take disk: fetch at most one ahead of the encoders.
         self._spooled = asyncio.Semaphore(options.jobs + 1)
@@ -222,8 +221,11 @@ class _Conversion:
     async def _layer(self, layer: Descriptor, diff_id: str) -> _Outcome:
         outcome = self._done.get(layer.digest)
         if outcome is None:
+            mine = layer.digest not in self._begun
+            self._begun.add(layer.digest)
             outcome = await self._flights.do(layer.digest, lambda: self._work(layer, diff_id))
-            self._done[layer.digest] = replace(outcome, seconds=0.0)
+            self._done[layer.digest] = shared = replace(outcome, seconds=0.0)
+            outcome = outcome if mine else shared
         if outcome.layer is not None and outcome.diff_id != diff_id:
             # Two images list one layer under two diffIDs: one of them is wrong, and it is not to be made worse.
             await self._copy(layer)
@@ -310,7 +312,7 @@ class _Conversion:
         taken = None
         if self._options.progress is not None:
             taken = lambda done: self._report("convert", layer.digest, done, layer.size)  # noqa: E731
-        return await _in_thread(lambda cancel: encode_file(path, out, self._options, cancel, taken))
+        return await in_thread(None, lambda cancel: encode_file(path, out, self._options, cancel, taken))
 
     async def _copied(self, layer: Descriptor, reason: str) -> _Outcome:
         await self._copy(layer)
@@ -356,16 +358,3 @@ class _Conversion:
 
 def _described(data: bytes, media_type: str) -> Descriptor:
     return Descriptor(media_type, digests.sha256(data), len(data))
-
-
-async def _in_thread(work: Callable[[threading.Event], T]) -> T:
-    """Run ``work`` in a thread; when cancelled, tell it, and wait until it has stopped using its files."""
-    cancel = threading.Event()
-    future = asyncio.ensure_future(asyncio.to_thread(work, cancel))
-    try:
-        return await asyncio.shield(future)
-    except asyncio.CancelledError:
-        cancel.set()
-        with contextlib.suppress(BaseException):
-            await future
-        raise

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable
 from typing import BinaryIO
 
-from weenv.converter.decompress import Cancelled, ReadAhead, TarStream
+from weenv.converter.decompress import ReadAhead, TarStream
 from weenv.converter.options import ConvertOptions
 from weenv.core.atomic import sync_directory
 from weenv.core.errors import NotFoundInSource, SourceError, StorageError
@@ -45,7 +45,8 @@ def encode_stream(
 ) -> EncodedLayer:
     """Decompress ``source`` (gzip, zstd or a plain tar), encode it into ``out``, the file called ``name``.
 
-    Raises FormatError for a stream that is malformed or cannot be represented, StorageError, :class:`Cancelled`.
+    Raises FormatError for a stream that is malformed or cannot be represented, StorageError, and Cancelled
+    (:mod:`weenv.registry.threads`).
     """
     stream = TarStream(source)
     output = _Output(out, name)
@@ -138,6 +139,3 @@ def _umask() -> int:
 def _storage(path: str, error: OSError) -> StorageError:
     return StorageError(f"cannot write {path}: {error.strerror}", errno=error.errno or 0,
                         hint="make room, or set TMPDIR elsewhere" if error.errno == 28 else "")  # fmt: skip
-
-
-__all__ = ["Cancelled", "convert_layer_file", "encode_file", "encode_stream"]

@@ -28,6 +28,7 @@ from weenv.registry.client import origin
 from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
 from weenv.registry.policy import MAX_HOPS, REFUSED, TRANSIENT, parse_retry_after, retry_delay
 from weenv.registry.reference import api_host
+from weenv.registry.threads import Cancelled
 
 BLOCK = 1 << 20
 """Bytes handed to the socket at a time."""
@@ -36,10 +37,6 @@ AUTH_TIMEOUT = 90.0
 
 Progress = Callable[[int], None]
 """Called with the number of bytes moved since the last call, from a worker thread."""
-
-
-class Cancelled(Exception):
-    """The transfer was called off."""
 
 
 class Body:

@@ -30,9 +30,10 @@ from weenv.core.errors import (
 )
 from weenv.registry.auth import scope_of
 from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Descriptor
-from weenv.registry.orasreg import BLOCK, Body, Cancelled, OrasRegistry, Progress, explain
+from weenv.registry.orasreg import BLOCK, Body, OrasRegistry, Progress, explain
 from weenv.registry.policy import TRANSIENT, parse_retry_after, retry_delay, status_error
 from weenv.registry.reference import Reference
+from weenv.registry.threads import Cancelled, in_thread
 
 if TYPE_CHECKING:
     from weenv.registry.client import RegistryClient
@@ -66,21 +67,11 @@ class Transfer:
         return self._registries[key]
 
     async def _run(self, registry: OrasRegistry, work: Callable[[], T]) -> T:
-        cancel = threading.Event()
-
-        def begin() -> T:
+        def begin(cancel: threading.Event) -> T:
             registry.begin(cancel)
             return work()
 
-        future = asyncio.get_running_loop().run_in_executor(self._pool, begin)
-        try:
-            return await asyncio.shield(future)
-        except asyncio.CancelledError:
-            cancel.set()
-            # The thread may be writing to a file that the caller is about to remove: let it stop first.
-            with contextlib.suppress(BaseException):
-                await future
-            raise
+        return await in_thread(self._pool, begin)
 
     # -- pull ---------------------------------------------------------------------------------------------------
 

@@ -101,7 +101,8 @@ class Layers:
 
     def keep_awhile(self, digest: str) -> None:
         """A layer that was made ready ahead of its snapshot: not swept for the grace time."""
-        self._fresh[digest] = time.monotonic() + self._grace
+        if not self.store.layer_used(digest):
+            self._fresh[digest] = time.monotonic() + self._grace
 
     def adopted(self, digest: str) -> None:
         """A snapshot refers to the layer now, and decides how long it stays."""

@@ -376,6 +376,11 @@ class Metastore:
         rows = self._db.execute(_UNUSED_LAYERS)
         return [Layer(*row) for row in rows]
 
+    def layer_used(self, digest: str) -> bool:
+        """True where a snapshot is that layer, in any variant."""
+        query = "SELECT 1 FROM snapshots s JOIN layers l ON l.id = s.layer_id WHERE l.digest = ? LIMIT 1"
+        return self._db.execute(query, (digest,)).fetchone() is not None
+
     def forget_layer(self, layer_id: int) -> bool:
         """Delete a layer's row; False where a snapshot refers to it."""
         try:

@@ -172,9 +172,11 @@ class Resolver:
             return
         with self.layers.pin(descriptor.digest):
             layer_id = await self._decide(descriptor, labels, key, parent_ref, lowers)
-            yield layer_id
-            if layer_id is not None:
-                self.layers.adopted(descriptor.digest)
+            try:
+                yield layer_id
+            finally:  # with a snapshot that refers to it, or an error: it is not kept for its own sake any more
+                if layer_id is not None:
+                    self.layers.adopted(descriptor.digest)
 
     async def _decide(
         self, descriptor: LayerDescriptor, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]

@@ -1,0 +1,144 @@
+"""What ``weenv status`` shows: read from the root directory, the metastore and mountinfo, with or without the daemon.
+
+Nothing here writes, and a metastore that is being written by the daemon is read as of its last commit.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from dataclasses import dataclass, field
+
+from weenv.core.errors import FormatError, StorageError
+from weenv.plugin.containerd.types import Kind
+from weenv.plugin.snapshotter import mounts
+from weenv.plugin.snapshotter.builder import META
+from weenv.plugin.snapshotter.cache.present import progress
+from weenv.plugin.snapshotter.layerdir import LayerDirs
+from weenv.plugin.snapshotter.metastore import Layer, Metastore
+
+
+@dataclass(frozen=True, slots=True)
+class LayerStatus:
+    """One lazy layer. Sizes are in bytes."""
+
+    digest: str
+    mode: str
+    """``lazy``, ``complete``, or ``unmounted``."""
+    mount_point: str
+    compressed_size: int
+    """Size of the blob in the registry."""
+    stream_size: int
+    """Size of the tar stream; 0 where blobfs has not touched the layer yet."""
+    local_bytes: int
+    """How much of the tar stream is on this node."""
+    disk_bytes: int
+    """What the layer's files take on disk, metadata included."""
+    snapshots: int
+    """Images' snapshots that are this layer."""
+    users: int
+    """Containers (active snapshots and views) that have it somewhere below them."""
+    origins: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus:
+    """All of it. ``running`` is whether a snapshotter holds the root's lock, ``pid`` its process id or 0."""
+
+    root: str
+    running: bool
+    pid: int
+    layers: tuple[LayerStatus, ...] = ()
+    active: int = 0
+    views: int = 0
+    committed_lazy: int = 0
+    committed_ordinary: int = 0
+    ordinary_bytes: int = 0
+    """What the ordinary committed snapshots take."""
+    problems: tuple[str, ...] = field(default=())
+
+
+def collect(root: str) -> NodeStatus:
+    """The status of the node whose snapshotter has ``root``. Raises :class:`StorageError` for a broken metastore."""
+    running, pid = _lock_holder(root)
+    path = os.path.join(root, "metastore.db")
+    if not os.path.exists(path):
+        return NodeStatus(root, running, pid)
+    store = Metastore(path, readonly=True)
+    try:
+        return _read(root, store, running, pid)
+    finally:
+        store.close()
+
+
+def _lock_holder(root: str) -> tuple[bool, int]:
+    try:
+        fd = os.open(os.path.join(root, "lock"), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False, 0
+    except OSError as error:
+        raise StorageError(f"cannot read {root}: {error.strerror}", errno=error.errno or 0, hint="run it as root") from error
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(fd, 32, 0).strip()
+            return True, int(text) if text.isdigit() else 0
+        return False, 0
+    finally:
+        os.close(fd)
+
+
+def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
+    dirs = LayerDirs(root)
+    mounted = mounts.mounts_below(os.path.join(root, "m"))
+    users = store.layer_users()
+    counts = {kind: 0 for kind in Kind}
+    lazy = ordinary_bytes = 0
+    per_layer: dict[int, int] = {}
+    problems: list[str] = []
+    for page in store.walk():
+        for snapshot in page:
+            counts[snapshot.kind] += 1
+            if snapshot.layer_id is not None:
+                lazy += 1
+                per_layer[snapshot.layer_id] = per_layer.get(snapshot.layer_id, 0) + 1
+            else:
+                ordinary_bytes += snapshot.size
+    layers: list[LayerStatus] = []
+    for layer in store.layers():
+        point = os.path.join(root, "m", str(layer.id))
+        mode = layer.mode if layer.mode and point in mounted else "unmounted"
+        if mode == "unmounted":
+            problems.append(f"layer {layer.digest} is not mounted")
+        layers.append(_layer(dirs, layer, mode, point, per_layer.get(layer.id, 0), users.get(layer.id, 0)))
+    return NodeStatus(
+        root,
+        running,
+        pid,
+        tuple(layers),
+        counts[Kind.ACTIVE],
+        counts[Kind.VIEW],
+        lazy,
+        counts[Kind.COMMITTED] - lazy,
+        ordinary_bytes,
+        tuple(problems),
+    )
+
+
+def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int, users: int) -> LayerStatus:
+    directory = dirs.path(layer.digest)
+    try:
+        source = dirs.source(layer.digest)
+        size = source.size
+        origins = tuple(f"{o.host}/{o.repository}" if o.kind == "registry" else f"{o.kind}:{o.path}" for o in source.origins)
+    except (OSError, FormatError):
+        size, origins = 0, ()
+    local, stream = progress(directory)
+    disk = 0
+    for name in ("toc", "source.json", META, "data", "present"):
+        try:
+            disk += os.stat(f"{directory}/{name}").st_blocks * 512
+        except OSError:
+            continue
+    return LayerStatus(layer.digest, mode, point, size, stream, local, disk, snapshots, users, origins)

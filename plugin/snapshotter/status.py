@@ -93,7 +93,7 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
     dirs = LayerDirs(root)
     mounted = mounts.mounts_below(os.path.join(root, "m"))
     users = store.layer_users()
-    counts = {kind: 0 for kind in Kind}
+    counts = dict.fromkeys(Kind, 0)
     lazy = ordinary_bytes = 0
     per_layer: dict[int, int] = {}
     problems: list[str] = []

@@ -1,0 +1,80 @@
+"""``weenv status``: what this node holds of each layer, and who uses it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from typing import Any
+
+import click
+
+from weenv.cli import render
+from weenv.core.settings import DEFAULT_CONFIG, read_tables
+
+_MODES = {"lazy": "[cyan]lazy[/]", "complete": "[green]complete[/]", "unmounted": "[yellow]unmounted[/]"}
+
+
+def blobfs_status(path: str) -> dict[str, Any] | None:
+    """What the running blobfs says of itself, or None where none answers."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(5)
+            connection.connect(path)
+            parts = []
+            while part := connection.recv(65536):
+                parts.append(part)
+        answer = json.loads(b"".join(parts))
+    except (OSError, ValueError):
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+@click.command()
+@click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def status(config_path: str, as_json: bool) -> None:
+    """Show the layers on this node, how much of each is local, and who uses it. Works while the daemons are down, too.
+
+    \b
+    Examples:
+      weenv status
+      weenv status --json | jq '.layers[] | select(.mode == "lazy")'
+    """
+    from weenv.plugin.snapshotter.blobfs import config as blobfs_config
+    from weenv.plugin.snapshotter.config import from_tables
+    from weenv.plugin.snapshotter.status import collect
+
+    tables = read_tables(config_path)
+    node = collect(from_tables(tables).root)
+    blobfs = blobfs_status(blobfs_config.from_table(tables.get("blobfs", {})).status_socket)
+    if as_json:
+        render.print_json({**dataclasses.asdict(node), "blobfs": blobfs})
+        return
+    rows = [
+        (
+            render.short(layer.digest),
+            _MODES.get(layer.mode, layer.mode),
+            render.size(layer.compressed_size),
+            render.size(layer.stream_size),
+            f"{layer.local_bytes / layer.stream_size:.1%}" if layer.stream_size else "0%",
+            render.size(layer.disk_bytes),
+            str(layer.snapshots),
+            str(layer.users),
+            render.escape(layer.origins[0]) if layer.origins else "-",
+        )
+        for layer in node.layers
+    ]
+    if rows:
+        head = ["layer", "served", "blob", "tar", "local", "on disk", "images", "users", "from"]
+        render.table(head, rows, right=[2, 3, 4, 5, 6, 7])
+    else:
+        click.echo("No lazy layer on this node: pull a converted image with the weenv snapshotter (see weenv convert --help).")
+    click.echo(
+        f"{node.active} containers, {node.views} views; images' snapshots: {node.committed_lazy} lazy, "
+        f"{node.committed_ordinary} ordinary ({render.size(node.ordinary_bytes)})"
+    )
+    click.echo(f"snapshotter: {f'running (pid {node.pid})' if node.running else 'not running'}, root {node.root}")
+    click.echo(f"blobfs: {'running' if blobfs is not None else 'not running'}")
+    for problem in node.problems:
+        click.echo(f"problem: {problem}")

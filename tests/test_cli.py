@@ -1,0 +1,177 @@
+"""cli/: exit codes, one-line errors, help with examples, completion, JSON for machines."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+
+import click
+import pytest
+
+from weenv.cli import render
+from weenv.cli.main import COMMANDS, cli, main
+from weenv.core.errors import FormatError
+
+Captured = pytest.CaptureFixture[str]
+
+
+def run(*argv: str) -> int:
+    """Exit code of the command, run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(argv))
+    return int(ended.value.code or 0)
+
+
+def tar_bytes() -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in (("etc/hello", b"hello\n"), ("big", os.urandom(300_000))):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+@pytest.fixture
+def layer(tmp_path: object) -> str:
+    with open(f"{tmp_path}/in.tar", "wb") as file:
+        file.write(tar_bytes())
+    assert run("layer", "convert", f"{tmp_path}/in.tar", f"{tmp_path}/out.tar.zst") == 0
+    return f"{tmp_path}/out.tar.zst"
+
+
+def leaves(group: click.Group, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    found = []
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        assert command is not None
+        found += leaves(command, (*path, name)) if isinstance(command, click.Group) else [(*path, name)]
+    return found
+
+
+@pytest.mark.parametrize("path", leaves(cli), ids=" ".join)
+def test_every_command_has_help_with_an_example(path: tuple[str, ...], capsys: Captured) -> None:
+    assert run(*path, "--help") == 0
+    text = capsys.readouterr().out
+    assert f"weenv {' '.join(path)}" in text.split("Example", 1)[1]
+
+
+def test_help_lists_every_command_and_imports_none(capsys: Captured) -> None:
+    script = "import sys; from weenv.cli.main import main\ntry: main(['--help'])\nexcept SystemExit: pass\n"
+    script += "assert not {'numpy', 'grpc', 'aiohttp', 'oras', 'rich'} & set(sys.modules), 'help is to answer at once'"
+    out = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    for name in COMMANDS:
+        assert f"\n  {name} " in out
+
+
+@pytest.mark.parametrize(
+    "argv", [["nonsense"], ["layer", "inspect"], ["convert", "a"], ["layer", "convert", "/nonexistent", "x"]]
+)
+def test_usage_errors_exit_with_2(argv: list[str], capsys: Captured) -> None:
+    assert run(*argv) == 2
+    assert "Usage:" in capsys.readouterr().err
+
+
+def test_a_users_fault_is_one_line_and_exit_code_1(tmp_path: object, capsys: Captured) -> None:
+    with open(f"{tmp_path}/not-a-layer", "wb") as file:
+        file.write(b"x" * 1000)
+    assert run("layer", "inspect", f"{tmp_path}/not-a-layer") == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("weenv: ")
+    assert len(said) <= 2
+    assert "weenv layer convert" in said[-1]
+
+
+@pytest.mark.parametrize("text", ["UPPER/case", "host/x:bad tag", "oci:/nonexistent/layout", "127.0.0.1:1/nothing/here:1"])
+def test_what_cannot_be_found_is_said_in_a_line(text: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("layer", "inspect", text) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("weenv: ")
+    assert len(said) <= 2
+
+
+def test_debug_shows_the_traceback(tmp_path: object) -> None:
+    with open(f"{tmp_path}/not-a-layer", "wb") as file:
+        file.write(b"x" * 1000)
+    with pytest.raises(FormatError):
+        main(["--debug", "layer", "inspect", f"{tmp_path}/not-a-layer"])
+
+
+def test_inspect_and_verify_agree_with_the_tar(layer: str, capsys: Captured) -> None:
+    capsys.readouterr()
+    assert run("layer", "inspect", layer, "--json", "--entries") == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert {entry["path"]: entry["size"] for entry in seen["entries"] if entry["kind"] == "file"} == {
+        "/big": 300_000,
+        "/etc/hello": 6,
+    }
+    assert seen["counts"]["directory"] == 2
+    assert seen["frames"]["count"] >= 2
+    assert run("layer", "inspect", layer) == 0
+    assert run("layer", "verify", layer, "--json") == 0
+    (row,) = json.loads(capsys.readouterr().out.split("\n[", 1)[1].join(["[", ""]))
+    assert row["diffId"] == seen["diffId"]
+    assert row["trusted"] is False
+
+
+def test_verify_finds_one_changed_byte(layer: str, capsys: Captured) -> None:
+    with open(layer, "r+b") as file:
+        file.seek(1000)
+        byte = file.read(1)
+        file.seek(1000)
+        file.write(bytes([byte[0] ^ 1]))
+    assert run("layer", "verify", layer) == 1
+    assert "frame" in capsys.readouterr().err
+
+
+def test_names_from_a_registry_cannot_drive_the_terminal() -> None:
+    assert "\x1b" not in render.escape("a\x1b[2Jb")
+    assert render.escape("[red]x") == "\\[red]x"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (872 << 20, "872 MiB"), (3 << 40, "3 TiB")]
+)
+def test_sizes(count: int, text: str) -> None:
+    assert render.size(count) == text
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell: str, capsys: Captured) -> None:
+    assert run("completion", shell) == 0
+    assert "_WEENV_COMPLETE" in capsys.readouterr().out
+
+
+def test_bash_completes_commands() -> None:
+    environment = {**os.environ, "_WEENV_COMPLETE": "bash_complete", "COMP_WORDS": "weenv sna", "COMP_CWORD": "1"}
+    script = "from weenv.cli.main import main; main()"
+    out = subprocess.run(
+        [sys.executable, "-c", "import sys; sys.argv = ['weenv']; " + script],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "snapshotter" in out.stdout, out.stderr
+
+
+def test_doctor_names_what_is_missing(tmp_path: object, capsys: Captured) -> None:
+    with open(f"{tmp_path}/c.toml", "w") as file:
+        file.write(f'[snapshotter]\nroot = "{tmp_path}/r"\nsocket = "{tmp_path}/s"\nblobs = "{tmp_path}/b"\n')
+    assert run("doctor", "--config", f"{tmp_path}/c.toml", "--containerd-config", f"{tmp_path}/none", "--json") == 1
+    found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    assert found["snapshotter"]["state"] == found["blobfs"]["state"] == found["containerd config"]["state"] == "fail"
+    assert found["blobfs"]["remedy"] == "start it: weenv blobfs serve"
+
+
+def test_status_of_a_node_that_never_ran(tmp_path: object, capsys: Captured) -> None:
+    with open(f"{tmp_path}/c.toml", "w") as file:
+        file.write(f'[snapshotter]\nroot = "{tmp_path}/r"\n[blobfs]\nstatus_socket = "{tmp_path}/x"\n')
+    assert run("status", "--config", f"{tmp_path}/c.toml", "--json") == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert (seen["running"], seen["layers"], seen["blobfs"]) == (False, [], None)

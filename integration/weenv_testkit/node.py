@@ -182,6 +182,14 @@ class Node:
         self.containerd.pull(ref, snapshotter=SNAPSHOTTER)
         return "default"
 
+    def remove_image(self, ref: str, namespace: str) -> None:
+        """Remove what :meth:`pull` pulled, under all names that CRI gave it, and wait for containerd's collection."""
+        if self.line == "1.7":
+            with self.cri() as cri:
+                cri.remove_image(ref)
+        else:
+            self.containerd.remove_image(ref, namespace)
+
     def shell(self, ref: str, script: str, namespace: str, *flags: str, check: bool = True) -> str:
         """Output of ``sh -c SCRIPT`` in a new container of the image."""
         return self.containerd.run(

@@ -8,6 +8,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Callable
+from io import FileIO
 from typing import BinaryIO
 
 from weenv.converter.decompress import ReadAhead, TarStream
@@ -21,27 +22,25 @@ Taken = Callable[[int], None]
 
 
 class _Output:
-    """A file whose write errors are StorageErrors (the encoder hands them on as they are)."""
+    """An unbuffered file whose write errors are StorageErrors (the encoder hands them on as they are)."""
 
-    def __init__(self, file: BinaryIO, name: str) -> None:
+    def __init__(self, file: FileIO, name: str) -> None:
         self._file = file
         self._name = name
 
     def write(self, data: bytes) -> int:
+        """All of ``data``."""
+        view = memoryview(data)
         try:
-            return self._file.write(data)
+            while view:
+                view = view[self._file.write(view) :]
         except OSError as error:
             raise _storage(self._name, error) from error
-
-    def flush(self) -> None:
-        try:
-            self._file.flush()
-        except OSError as error:
-            raise _storage(self._name, error) from error
+        return len(data)
 
 
 def encode_stream(
-    source: BinaryIO, out: BinaryIO, name: str, options: ConvertOptions, cancel: threading.Event, taken: Taken | None
+    source: BinaryIO, out: FileIO, name: str, options: ConvertOptions, cancel: threading.Event, taken: Taken | None
 ) -> EncodedLayer:
     """Decompress ``source`` (gzip, zstd or a plain tar), encode it into ``out``, the file called ``name``.
 
@@ -56,7 +55,7 @@ def encode_stream(
             taken(stream.consumed)
 
     with ReadAhead(stream.read, cancel) as ahead:
-        encoded = encode_layer(
+        return encode_layer(
             ahead.read,
             output,  # type: ignore[arg-type]  # only its write is used
             target=options.target,
@@ -65,8 +64,6 @@ def encode_stream(
             progress=report,
             limits=options.limits,
         )
-    output.flush()
-    return encoded
 
 
 def encode_file(
@@ -123,9 +120,9 @@ def convert_layer_file(
     return encoded
 
 
-def _create(path: str) -> BinaryIO:
+def _create(path: str) -> FileIO:
     try:
-        return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb", buffering=1 << 20)
+        return FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
     except OSError as error:
         raise _storage(path, error) from error
 

@@ -29,7 +29,7 @@ from weenv_testkit.images import Image, Member, write_tar
 from weenv_testkit.images import Layout as KitLayout
 from weenv_testkit.procs import run
 from weenv_testkit.registry import Registry
-from weenv_testkit.trees import differences, read_tree
+from weenv_testkit.trees import Entry, differences, read_tree
 
 QUIET = ConvertOptions(cache_dir=None)
 
@@ -85,7 +85,7 @@ def test_skopeo_reads_it(converted: tuple[str, ConvertResult], odd: tuple[KitLay
     seen = json.loads(skopeo(policy, "inspect", f"oci:{target}:odd"))
     assert seen["Digest"] == result.descriptor.digest
     assert seen["Layers"] == [layer.new.digest for layer in result.layers]
-    assert seen["Env"] == ["PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "A=B"] or "A=B" in seen["Env"]
+    assert "A=B" in seen["Env"]
     configs = [
         skopeo(policy, "inspect", "--config", "--raw", f"oci:{directory}:odd") for directory in (odd[0].directory, target)
     ]
@@ -111,8 +111,7 @@ def test_containers_storage_unpacks_the_same(odd: tuple[KitLayout, Image], polic
     after = unpacked_by_skopeo(policy, f"oci:{home}/once:once", os.path.join(home, "cs-after"))
     left, right = read_tree(before), read_tree(after)
     assert len(left) > 3000
-    free = {path for path in left if left[path].mtime_ns > 1_750_000_000 * 10**9}  # made by the unpack, not by a member
-    assert differences(left, right, times_free=free) == []
+    assert differences(left, right, times_free=made_by_the_unpack(left)) == []
     for name in ("cs-before", "cs-after"):
         shutil.rmtree(os.path.join(home, name))
 
@@ -122,26 +121,33 @@ def test_containerd_unpacks_the_same(
 ) -> None:
     """containerd without our snapshotter: the ordinary pull and unpack into overlayfs."""
     trees = []
-    for kind, source in (("plain", f"oci:{odd[0].directory}:odd"), ("converted", f"oci:{converted[0]}:odd")):
+    for kind in ("before", "after"):
+        # A namespace each: in one, the second pull would find the first one's snapshots by their chainIDs.
         reference = f"{registry.host}/convert/odd-{plain.line}:{kind}"
-        if kind == "plain":
+        if kind == "before":
             odd[0].push("odd", registry, f"convert/odd-{plain.line}", kind)
         else:
-            pushed = convert(source, reference)
+            pushed = convert(f"oci:{converted[0]}:odd", reference)
             assert pushed.descriptor.digest == converted[1].descriptor.digest
             assert {layer.reason for layer in pushed.layers} == {"already in the format"}
-        plain.pull(reference, snapshotter="overlayfs")
-        mounted = os.path.join(home, f"mounted-{kind}-{plain.line}")
+        mark = registry.mark()
+        plain.pull(reference, snapshotter="overlayfs", namespace=kind)
+        layers = {layer.digest for layer in odd[1].layers} if kind == "before" else {r.new.digest for r in converted[1].layers}
+        assert layers <= registry.blob_bytes(mark).keys()
+        mounted = os.path.join(home, f"{kind}-{plain.line}")
         os.mkdir(mounted)
-        plain.ctr("images", "mount", "--snapshotter", "overlayfs", reference, mounted)
+        plain.ctr("images", "mount", "--snapshotter", "overlayfs", reference, mounted, namespace=kind)
         try:
             trees.append(read_tree(mounted))
         finally:
-            plain.ctr("images", "unmount", "--snapshotter", "overlayfs", "--rm", mounted, check=False)
-    # Both have the same chainIDs, so the second pull must not reuse the first one's snapshots: it cannot be told here
-    # whether it did. What is compared in any case is that the names resolve to equal trees.
+            plain.ctr("images", "unmount", "--snapshotter", "overlayfs", "--rm", mounted, namespace=kind)
     assert len(trees[0]) > 3000
-    assert differences(trees[0], trees[1]) == []
+    assert differences(trees[0], trees[1], times_free=made_by_the_unpack(trees[0])) == []
+
+
+def made_by_the_unpack(tree: dict[bytes, Entry]) -> set[bytes]:
+    """Directories that no member is: they have the time of the unpack."""
+    return {path for path in tree if 0 <= time.time_ns() - tree[path].mtime_ns < 3600 * 10**9}
 
 
 def test_zstd_reads_every_layer(converted: tuple[str, ConvertResult], odd: tuple[KitLayout, Image]) -> None:
@@ -227,7 +233,7 @@ def show(event):
     print(event.stage, event.done, flush=True)
 
 async def main():
-    options = ConvertOptions(cache_dir=sys.argv[3] or None, progress=show)
+    options = ConvertOptions(cache_dir=sys.argv[3] or None, progress=show, jobs=1)
     result = await convert_image(sys.argv[1], sys.argv[2], options=options)
     print("result", result.descriptor.digest, *(layer.status for layer in result.layers), flush=True)
 

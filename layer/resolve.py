@@ -76,6 +76,17 @@ def clean(path: bytes) -> list[bytes]:
     return parts
 
 
+def cleaned(path: bytes) -> bytes:
+    """``path`` with ``.`` and ``..`` taken out lexically; absolute or relative as before: :meth:`Resolver.root_path` cares."""
+    depth = 0
+    above = False
+    for part in path.split(b"/"):
+        depth += -1 if part == b".." else 1 if part and part != b"." else 0
+        above = above or depth < 0
+    # What begins with ".." begins at the root.
+    return (b"/" if above or path.startswith(b"/") else b"") + b"/".join(clean(path))
+
+
 def symlink_target(node: Node | None) -> bytes | None:
     """The target where ``node`` is a symlink."""
     member = node.member if type(node) is Inode else node
@@ -90,6 +101,9 @@ class Resolver:
 
     def root_path(self, path: bytes, member: Member) -> list[bytes]:
         """Components of the path that ``path`` leads to, symlinks resolved, the last one too; it need not exist.
+
+        Whether ``path`` is absolute matters: a symlink that begins a relative path is replaced by its target as it is, any
+        other by its target joined to what is before it and cleaned.
 
         Raises :class:`FormatError` naming ``member`` where symlinks go in circles or a file is used as a directory.
         """
@@ -117,7 +131,7 @@ class Resolver:
 
     def _pass(self, path: bytes, links: int, member: Member) -> tuple[bytes, int]:
         """One pass over the components: (path so far resolved, number of symlinks followed)."""
-        so_far = b"/"
+        so_far = b"/" if path.startswith(b"/") else b""
         followed = 0
         for part in path.split(b"/"):
             if not part:
@@ -130,7 +144,8 @@ class Resolver:
                 so_far = b"/" + b"/".join(parts)
                 continue
             followed += 1
-            so_far = target if target.startswith(b"/") else b"/" + b"/".join(clean(so_far + b"/" + target))
+            as_it_is = target.startswith(b"/") or not so_far
+            so_far = target if as_it_is else b"/" + b"/".join(clean(so_far + b"/" + target))
         return so_far, followed
 
     def _lstat(self, parts: list[bytes], member: Member) -> Node | None:

@@ -35,7 +35,7 @@ from typing import BinaryIO
 
 from weenv.core.errors import FormatError, LimitError, UnsupportedError
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
-from weenv.layer.resolve import Directory, Inode, Node, Resolver, clean, symlink_target
+from weenv.layer.resolve import Directory, Inode, Node, Resolver, clean, cleaned, symlink_target
 from weenv.layer.tarscan import GLOBAL, UNCHANGED_ID, Member, TarScanner, show
 from weenv.layer.toc import CHAR, DIRECTORY, FILE, HARDLINK, NO_DATA, SYMLINK
 from weenv.layer.treecolumns import LINK_ROW, TreeColumns, tree_columns
@@ -77,7 +77,7 @@ class TreeBuilder:
             if not parts:
                 return
             base = parts.pop()
-            prefix = b"/".join(parts)
+            prefix = cleaned(name).rpartition(b"/")[0]
         directory = self._parents.get(prefix)
         if directory is None:
             directory = self._parent(prefix, member)
@@ -122,7 +122,7 @@ class TreeBuilder:
         parts = clean(prefix)
         directory = self._descend(parts, member)
         if directory is None:
-            resolved = self._resolver.root_path(b"/" + b"/".join(parts), member)
+            resolved = self._resolver.root_path(cleaned(prefix), member)
             directory = self._descend(resolved, member)
             if directory is None:
                 raise FormatError("its parent directory is a symlink that leads nowhere", member=show(member.name))
@@ -237,7 +237,7 @@ class TreeBuilder:
         """containerd sets the times of directories last, by name: only told apart where something was replaced."""
         for name, mtime, mtime_ns in self._directory_times:
             member = Member(name, DIRECTORY, 0, 0, 0, mtime, mtime_ns, 0, b"", 0, None, NO_DATA, None)
-            parts = self._resolver.root_path(b"/" + b"/".join(clean(name)), member)
+            parts = self._resolver.root_path(cleaned(name), member)
             node: Node | None = self._root
             holder = self._root
             for part in parts:

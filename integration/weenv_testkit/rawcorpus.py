@@ -4,6 +4,8 @@
 the public issue where users met it.
 """
 
+# ruff: noqa: E501 -- a table: one kind of layer is one expression
+
 from __future__ import annotations
 
 import random

@@ -122,8 +122,8 @@ class Layout:
             file.write(data)
         return digest, len(data)
 
-    def layer(self, tar: str, compression: str = "gzip") -> Layer:
-        """Store a tar file as a layer; ``compression`` is ``gzip``, ``zstd`` or ``none``."""
+    def layer(self, tar: str, compression: str = "gzip", *, level: int = 1) -> Layer:
+        """Store a tar file as a layer; ``compression`` is ``gzip`` (of ``level``), ``zstd`` or ``none``."""
         known = self._layers.get((tar, compression))
         if known is not None:
             return known
@@ -132,7 +132,7 @@ class Layout:
             with (
                 open(tar, "rb") as source,
                 open(temporary, "wb") as sink,
-                gzip.GzipFile("", "wb", compresslevel=1, fileobj=sink, mtime=0) as packed,
+                gzip.GzipFile("", "wb", compresslevel=level, fileobj=sink, mtime=0) as packed,
             ):
                 shutil.copyfileobj(source, packed, 1 << 20)
         elif compression == "zstd":

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 import grpc
 import grpc.aio
 import pytest
-
 from conformance.snapshots import CHECKS, Direct, Service, committed, refused, upper_of
+
 from weenv.core import errors
 from weenv.plugin.containerd.client import Client, ContainerdError
 from weenv.plugin.containerd.schema import SCHEMA, SNAPSHOTS_METHODS
@@ -338,8 +338,7 @@ async def test_the_socket_is_for_root_alone_and_a_dead_one_is_replaced(root: str
         async with over_socket(root) as service:
             assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
             assert await service.list() == []
-    with open(f"{root}/file", "w"):
-        pass
+    os.mknod(f"{root}/file", 0o600 | stat.S_IFREG)
     async with direct(root) as service:
         for bad in (f"{root}/file", f"{root}/{'x' * 120}"):
             with pytest.raises(errors.ConfigError):

@@ -150,7 +150,7 @@ class _Parser:
             raise self.fail("one of == != ~=")
         self.space()
         value = self.quoted('"/|' if operator == "~=" else '"')
-        if value is None:
+        if value is None and self.text[self.at : self.at + 1] not in ("/", "|"):
             value = self.take(_VALUE)
         if value is None:
             raise self.fail("a value")

@@ -101,8 +101,7 @@ async def committed(service: Service, name: str, parent: str = "", files: Mappin
     upper = upper_of(described)
     for path, text in (files or {}).items():
         os.makedirs(os.path.dirname(os.path.join(upper, path)), exist_ok=True)
-        with open(os.path.join(upper, path), "w") as file:
-            file.write(text)
+        _write(os.path.join(upper, path), text)
     await service.commit(name, f"key of {name}")
     return upper
 
@@ -268,8 +267,7 @@ async def listing_and_filters(service: Service) -> None:
 
 async def usage_counts_the_upper_directory(service: Service) -> None:
     upper = upper_of(await service.prepare("a", ""))
-    with open(os.path.join(upper, "f"), "wb") as file:
-        file.write(b"x" * 100_000)
+    _write(os.path.join(upper, "f"), "x" * 100_000)
     os.link(os.path.join(upper, "f"), os.path.join(upper, "g"))
     usage = await service.usage("a")
     expected = sum(os.lstat(path).st_blocks * 512 for path in (upper, os.path.join(upper, "f")))

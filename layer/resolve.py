@@ -8,9 +8,11 @@ reproduced, because it decides where a file ends up.
 
 from __future__ import annotations
 
+import struct
+
 from weenv.core.errors import FormatError
 from weenv.layer.tarscan import Member, show
-from weenv.layer.toc import DIRECTORY, NO_DATA, SYMLINK
+from weenv.layer.toc import BLOCK, CHAR, DIRECTORY, FILE, NO_DATA, SYMLINK
 
 _MAX_LINKS = 255
 """Symlinks in one path that continuity follows."""
@@ -61,7 +63,25 @@ class Inode:
         self.entry: int | None = None
 
 
-Node = Member | Directory | Inode
+Node = bytes | Member | Directory | Inode
+"""What a name leads to. Bytes are a member with nothing but numbers, packed: most of a layer, and a third of the memory."""
+
+# kind, mode, uid, gid, mtime, mtime_ns, size, then FILE: offset; CHAR, BLOCK: rdev.
+ROW = struct.Struct("<BHIIqIQQ")
+"""A packed member; :mod:`weenv.layer.treecolumns` reads arrays of it."""
+
+
+def pack(member: Member) -> bytes:
+    """The numbers of a member."""
+    return ROW.pack(*member[1:8], member[9] if member[1] in (CHAR, BLOCK) else member[11])
+
+
+def unpack(row: bytes) -> Member:
+    """A packed member that had no more than numbers, its name gone."""
+    kind, mode, uid, gid, mtime, mtime_ns, size, where = ROW.unpack(row)
+    device = where if kind in (CHAR, BLOCK) else 0
+    offset = where if kind == FILE else NO_DATA
+    return Member(b"", kind, mode, uid, gid, mtime, mtime_ns, size, b"", device, None, offset, None)
 
 
 def clean(path: bytes) -> list[bytes]:

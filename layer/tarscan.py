@@ -91,9 +91,9 @@ def show(name: bytes) -> str:
     return text if len(text) <= 200 else text[:197] + "..."
 
 
-# Offsets of POSIX ustar's fields: name 0, mode 100, uid 108, gid 116, size 124, mtime 136, chksum 148, typeflag 156,
-# linkname 157, magic 257 and version 263, devmajor 329 and devminor 337, prefix 345, 12 bytes of padding.
-_HEADER = struct.Struct("100s8s8s8s12s12s8sB100s8s64x16s155s12s")
+# Offsets of POSIX ustar's fields: name 0, mode 100, uid 108 and gid 116 (taken as one), size 124, mtime 136, chksum 148,
+# typeflag 156, linkname 157, magic 257 and version 263 (one), devmajor 329 and devminor 337 (one), prefix 345, 12 of padding.
+_HEADER = struct.Struct("100s24s12s12s8sB100s8s64x16s155s12s")
 _ZERO = bytes(BLOCK_SIZE)
 _GNU = b"ustar  \0"
 _KINDS = {0x30: FILE, 0x31: HARDLINK, 0x32: SYMLINK, 0x33: CHAR, 0x34: BLOCK, 0x35: DIRECTORY, 0x36: FIFO, 0x37: FILE}
@@ -164,8 +164,7 @@ class TarScanner:
         self._map_text = bytearray()
         self._map_lines = 0
         self._map_count = -1
-        self._modes: dict[bytes, int] = {}
-        self._ids: dict[bytes, int] = {}
+        self._owners: dict[bytes, tuple[int, int, int]] = {}
         self._times: dict[bytes, tuple[int, int]] = {}
         self._sums: dict[bytes, int] = {}
         self._devices: dict[bytes, tuple[int, int]] = {}
@@ -225,9 +224,7 @@ class TarScanner:
 
     def _block(self, data: bytes | bytearray | memoryview, at: int, end: int) -> int:
         """Interpret the header block at ``data[at:]``, which ends at stream offset ``end``: bytes to skip after it."""
-        name, mode_f, uid_f, gid_f, size_f, mtime_f, sum_f, typeflag, link, magic, device_f, prefix, tail = _HEADER.unpack_from(
-            data, at
-        )
+        name, owner_f, size_f, mtime_f, sum_f, typeflag, link, magic, device_f, prefix, tail = _HEADER.unpack_from(data, at)
         if name[0] == 0 and bytes(data[at : at + BLOCK_SIZE]) == _ZERO:
             self.ended = self._zero_seen
             self._zero_seen = True
@@ -241,23 +238,16 @@ class TarScanner:
         try:
             digits = size_f[:11]
             size = int(digits, 8) if digits.isdigit() and size_f[11] in b"\0 " else numeric(size_f)
-            mode = self._modes.get(mode_f)
-            if mode is None:
-                mode = _remember(self._modes, mode_f, numeric(mode_f) & 0o7777)
-            uid = self._ids.get(uid_f)
-            if uid is None:
-                uid = _remember(self._ids, uid_f, numeric(uid_f) & 0xFFFF_FFFF)
-            gid = self._ids.get(gid_f)
-            if gid is None:
-                gid = _remember(self._ids, gid_f, numeric(gid_f) & 0xFFFF_FFFF)
+            owner = self._owners.get(owner_f)
+            if owner is None:
+                uid, gid = numeric(owner_f[8:16]) & 0xFFFF_FFFF, numeric(owner_f[16:]) & 0xFFFF_FFFF
+                owner = _remember(self._owners, owner_f, (numeric(owner_f[:8]) & 0o7777, uid, gid))
             mtime = self._times.get(mtime_f)
             if mtime is None:
                 mtime = _remember(self._times, mtime_f, bounded_time(numeric(mtime_f) * 1_000_000_000))
-            major = minor = 0
             if magic[:6] == b"ustar\0":
                 if device_f not in self._devices:
                     _remember(self._devices, device_f, (numeric(device_f[:8]), numeric(device_f[8:])))
-                major, minor = self._devices[device_f]
                 if tail[8:] == b"tar\0":  # star: the last 24 bytes of the prefix are access and change time
                     prefix = star_prefix(prefix)
                 if prefix[0]:
@@ -265,9 +255,10 @@ class TarScanner:
             elif magic == _GNU:
                 if device_f not in self._devices:
                     _remember(self._devices, device_f, (numeric(device_f[:8]), numeric(device_f[8:])))
-                major, minor = self._devices[device_f]
                 if (prefix[0] or prefix[12]) and (text := mistaken_prefix(prefix)):
                     name = text + b"/" + name
+            else:
+                device_f = b""  # V7 has none
         except ValueError as error:
             raise FormatError(f"malformed tar header: {error}", member=show(name)) from error
 
@@ -275,22 +266,27 @@ class TarScanner:
             raise FormatError("malformed tar header: negative size", member=show(name))
         if typeflag == 0x30 and not self._pending:
             self._count(name)
-            member = Member(name, FILE, mode, uid, gid, mtime[0], mtime[1], size, b"", 0, None, end if size else NO_DATA, None)
-            if size >= self._min_payload and size:
-                self.payloads.append((end, size))
+            if size:
+                member = Member(name, FILE, *owner, *mtime, size, b"", 0, None, end, None)
+                if size >= self._min_payload:
+                    self.payloads.append((end, size))
+            else:
+                member = Member(name, FILE, *owner, *mtime, 0, b"", 0, None, NO_DATA, None)
             self._name = name
             self._padding = padding = -size % BLOCK_SIZE
             self._sink(member)
             return size + padding
 
         header = _Header()
-        header.name, header.typeflag, header.mode, header.uid, header.gid = name, typeflag, mode, uid, gid
+        header.name, header.typeflag = name, typeflag
+        header.mode, header.uid, header.gid = owner
         header.mtime, header.mtime_ns = mtime
         header.size = size
         header.link = link.partition(b"\0")[0]
         header.xattrs = None
         header.rdev = 0
         if 0x33 <= typeflag <= 0x36 and typeflag != 0x35:
+            major, minor = self._devices.get(device_f, (0, 0))
             if not (0 <= major < 1 << 32 and 0 <= minor < 1 << 32):
                 raise FormatError(f"device number {major}:{minor} is out of range", member=show(name))
             if typeflag != 0x36:

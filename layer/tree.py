@@ -35,10 +35,10 @@ from typing import BinaryIO
 
 from weenv.core.errors import FormatError, LimitError, UnsupportedError
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
-from weenv.layer.resolve import Directory, Inode, Node, Resolver, clean, cleaned, symlink_target
+from weenv.layer.resolve import ROW, Directory, Inode, Node, Resolver, clean, cleaned, pack, symlink_target, unpack
 from weenv.layer.tarscan import GLOBAL, UNCHANGED_ID, Member, TarScanner, show
 from weenv.layer.toc import CHAR, DIRECTORY, FILE, HARDLINK, NO_DATA, SYMLINK
-from weenv.layer.treecolumns import LINK_ROW, TreeColumns, tree_columns
+from weenv.layer.treecolumns import TreeColumns, rows_of, tree_columns
 
 _CAPABILITY = b"security.capability"
 _CAPABILITY_SHAPES = ((20, 0x0200_0000), (24, 0x0300_0000))
@@ -105,12 +105,15 @@ class TreeBuilder:
             member = _with_ids(member, 0, directory)
         if member[10] is not None:
             member = member._replace(xattrs=_settable(member, kind))
+        self._added(member)
         if kind == SYMLINK:
             if not 0 < len(member.link) <= self._limits.max_symlink:
                 raise FormatError("a symlink's target is empty or too long", member=show(member.name))
-            member = member._replace(mode=0o777)  # chmod(2) never reaches a symlink
-        self._added(member)
-        children[base] = member
+            children[base] = member._replace(mode=0o777)  # chmod(2) never reaches a symlink
+        elif member[10] is None and member[12] is None:
+            children[base] = ROW.pack(*member[1:8], member[11] if kind == FILE else member[9])
+        else:
+            children[base] = member
 
     def _added(self, member: Member) -> None:
         self._count += 1
@@ -197,7 +200,7 @@ class TreeBuilder:
             raise FormatError("a whiteout of something that the same layer has made", member=show(member.name))
         self._added(member)
         whiteout = Member(member.name, CHAR, 0, member.uid, member.gid, 0, 0, 0, b"", 0, None, NO_DATA, None)
-        directory.children[hidden] = _with_ids(whiteout, 0, directory)
+        directory.children[hidden] = pack(_with_ids(whiteout, 0, directory))
 
     def _hard_link(self, directory: Directory, base: bytes, member: Member) -> None:
         holder, target_base = self._resolver.link_target(member)
@@ -210,6 +213,8 @@ class TreeBuilder:
             )
         if type(target) is Directory:
             raise FormatError("a hard link to a directory", member=show(member.name))
+        if isinstance(target, bytes):
+            target = unpack(target)
         if type(target) is Member:
             target = Inode(target)
             holder.children[target_base] = target
@@ -254,39 +259,16 @@ class TreeBuilder:
                 node.member = node.member._replace(mtime=mtime, mtime_ns=mtime_ns)
             elif type(node) is Member:
                 holder.children[parts[-1]] = node._replace(mtime=mtime, mtime_ns=mtime_ns)
+            elif isinstance(node, bytes):
+                holder.children[parts[-1]] = pack(unpack(node)._replace(mtime=mtime, mtime_ns=mtime_ns))
 
     def finish(self) -> TreeColumns:
         """The columns of the finished tree."""
         if self._irregular:
             self._apply_directory_times()
-        root = self._root
-        root.implied = False  # containerd's upper directory: 0755 0:0 whatever the archive and the lower layers say
-        names: list[bytes] = [b""]
-        rows: list[Member] = [root.row()]
-        # Directories in entry order, and the entry number and number of children of each.
-        queue = [root]
-        numbers = [0]
-        sizes: list[int] = []
-        links: list[tuple[int, Inode]] = []
-        for directory in queue:
-            children = sorted(directory.children.items())  # names differ, so nodes are never compared
-            sizes.append(len(children))
-            for name, child in children:
-                if type(child) is Directory:
-                    queue.append(child)
-                    numbers.append(len(rows))
-                    rows.append(child.row())
-                elif type(child) is Inode:
-                    if child.entry is None:
-                        child.entry = len(rows)
-                        rows.append(child.member)
-                    else:
-                        links.append((len(rows), child))
-                        rows.append(LINK_ROW)
-                else:
-                    rows.append(child)  # type: ignore[arg-type]
-                names.append(name)
-        return tree_columns(names, rows, queue, numbers, sizes, links, self._limits)
+        # containerd's upper directory: 0755 0:0 whatever the archive and the lower layers say.
+        self._root.implied = False
+        return tree_columns(rows_of(self._root), self._limits)
 
 
 def _with_ids(member: Member, uid: int, directory: Directory) -> Member:

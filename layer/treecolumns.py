@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from operator import itemgetter
-from typing import Any
+from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
 from weenv.core.errors import LimitError
 from weenv.layer.limits import Limits
-from weenv.layer.resolve import Directory, Inode
+from weenv.layer.resolve import ROW, Directory, Inode, pack
 from weenv.layer.tarscan import Member, show
 from weenv.layer.toc import (
     BLOCK,
@@ -30,8 +27,12 @@ from weenv.layer.toc import (
     XattrSets,
 )
 
-LINK_ROW = Member(b"", HARDLINK, 0, 0, 0, 0, 0, 0, b"", 0, None, NO_DATA, None)
+_LINK_ROW = pack(Member(b"", HARDLINK, 0, 0, 0, 0, 0, 0, b"", 0, None, NO_DATA, None))
 """What stands in for a second and later name of an inode; its attributes are the first one's."""
+
+_ROW_FIELDS = ("kind", "mode", "uid", "gid", "mtime", "mtime_ns", "size", "where")
+_ROW = np.dtype(list(zip(_ROW_FIELDS, ("u1", "<u2", "<u4", "<u4", "<i8", "<u4", "<u8", "<u8"), strict=True)))
+assert _ROW.itemsize == ROW.size
 
 _POOL_MAX = 1 << 32
 """Pool offsets have 32 bits."""
@@ -50,30 +51,73 @@ class TreeColumns:
     pool: bytes
 
 
-def tree_columns(
-    names: list[bytes],
-    rows: list[Member],
-    directories: list[Directory],
-    numbers: list[int],
-    sizes: list[int],
-    links: list[tuple[int, Inode]],
-    limits: Limits,
-) -> TreeColumns:
-    """Rows in entry order -> columns.
+@dataclass(eq=False)
+class Rows:
+    """A tree in entry order. ``numbers`` and ``sizes``: entry number and child count of each of the ``directories``.
 
-    ``numbers`` and ``sizes`` are entry number and child count of each of the ``directories``; ``links`` the entries that
-    are a further name of an inode. Raises :class:`LimitError`.
+    The others hold (entry number, what it has): the first name's entry of a further name, a symlink's target, xattrs, and the
+    pieces of a sparse file with its name.
     """
-    count = len(rows)
 
-    def column(index: int, dtype: type[Any]) -> NDArray[Any]:
-        return np.fromiter(map(itemgetter(index), rows), dtype=dtype, count=count)
+    names: list[bytes]
+    packed: list[bytes]
+    directories: list[Directory]
+    numbers: list[int] = field(default_factory=lambda: [0])
+    sizes: list[int] = field(default_factory=list)
+    links: list[tuple[int, int]] = field(default_factory=list)
+    targets: list[tuple[int, bytes]] = field(default_factory=list)
+    xattrs: list[tuple[int, dict[bytes, bytes]]] = field(default_factory=list)
+    sparse: list[tuple[int, tuple[tuple[int, int, int], ...], bytes]] = field(default_factory=list)
 
-    kind = column(1, np.uint8)
-    size = column(7, np.uint64)
+    def member(self, member: Member) -> None:
+        """Append an entry with more than numbers."""
+        number = len(self.packed)
+        if member.kind == SYMLINK:
+            self.targets.append((number, member.link))
+        if member.xattrs:
+            self.xattrs.append((number, member.xattrs))
+        if member.sparse is not None:
+            self.sparse.append((number, member.sparse, member.name))
+        self.packed.append(pack(member))
+
+
+def rows_of(root: Directory) -> Rows:
+    """Walk the tree breadth-first."""
+    rows = Rows([b""], [], [root])
+    rows.member(root.row())
+    names, packed, directories = rows.names, rows.packed, rows.directories
+    for directory in directories:
+        children = sorted(directory.children.items())  # names differ, so nodes are never compared
+        rows.sizes.append(len(children))
+        for name, child in children:
+            if isinstance(child, bytes):
+                packed.append(child)
+            elif type(child) is Directory:
+                directories.append(child)
+                rows.numbers.append(len(packed))
+                rows.member(child.row())
+            elif type(child) is Member:
+                rows.member(child)
+            else:
+                assert type(child) is Inode
+                if child.entry is None:
+                    child.entry = len(packed)
+                    rows.member(child.member)
+                else:
+                    rows.links.append((len(packed), child.entry))
+                    packed.append(_LINK_ROW)
+            names.append(name)
+    return rows
+
+
+def tree_columns(rows: Rows, limits: Limits) -> TreeColumns:
+    """Rows -> columns. Raises :class:`LimitError`."""
+    names, count = rows.names, len(rows.packed)
+    table = np.frombuffer(b"".join(rows.packed), dtype=_ROW)
+    kind, size = table["kind"].copy(), table["size"].copy()
     flags = np.zeros(count, dtype=np.uint8)
     parent = np.zeros(count, dtype=np.uint32)
-    parent[1:] = np.repeat(np.asarray(numbers, dtype=np.uint32), np.asarray(sizes, dtype=np.int64))
+    parent[1:] = np.repeat(np.asarray(rows.numbers, dtype=np.uint32), np.asarray(rows.sizes, dtype=np.int64))
     name_len = np.fromiter(map(len, names), dtype=np.uint16, count=count)
     name_off = np.zeros(count, dtype=np.uint32)
     pool = bytearray(b"".join(names))
@@ -81,31 +125,27 @@ def tree_columns(
         raise LimitError("the names of this layer do not fit into 4 GiB")
     np.cumsum(name_len[:-1], dtype=np.uint32, out=name_off[1:])
 
-    device = (kind == CHAR) | (kind == BLOCK)
-    aux = np.where(kind == FILE, column(11, np.uint64), np.where(device, column(9, np.uint64), np.uint64(0)))
+    aux = np.where((kind == FILE) | (kind == CHAR) | (kind == BLOCK), table["where"], np.uint64(0))
     flags[(kind == CHAR) & (aux == 0)] = FLAG_WHITEOUT
-    for number, directory in zip(numbers, directories, strict=True):
+    for number, directory in zip(rows.numbers, rows.directories, strict=True):
         flags[number] = (FLAG_IMPLIED if directory.implied else 0) | (FLAG_OPAQUE if directory.opaque else 0)
-
-    for number in np.flatnonzero(kind == SYMLINK).tolist():
-        target = rows[number].link
+    for number, target in rows.targets:
         aux[number] = len(pool)
         size[number] = len(target)
         pool += target
-    for number, inode in links:
-        assert inode.entry is not None
-        aux[number] = inode.entry
+    for number, entry in rows.links:
+        aux[number] = entry
 
     sparse: list[tuple[int, int, int, int]] = []
-    for number in [number for number, row in enumerate(rows) if row[12] is not None]:
+    for number, parts, name in rows.sparse:
         aux[number] = len(sparse)
         flags[number] |= FLAG_SPARSE
-        sparse.extend((number, logical, stream, length) for logical, stream, length in rows[number].sparse or ())
+        sparse.extend((number, *part) for part in parts)
         if len(sparse) > limits.max_sparse_chunks:
-            raise LimitError(f"more than {limits.max_sparse_chunks} pieces of sparse files", member=show(rows[number].name))
+            raise LimitError(f"more than {limits.max_sparse_chunks} pieces of sparse files", member=show(name))
     pieces = np.array(sparse, dtype=np.uint64).reshape(len(sparse), 4)
 
-    xattr_set, xattrs = _xattr_sets(rows, pool)
+    xattr_set, xattrs = _xattr_sets(rows.xattrs, count, pool)
     if len(pool) >= _POOL_MAX:
         raise LimitError("names, targets and extended attributes of this layer do not fit into 4 GiB")
     return TreeColumns(
@@ -115,11 +155,11 @@ def tree_columns(
             name_len=name_len,
             kind=kind,
             flags=flags,
-            mode=column(2, np.uint16),
-            uid=column(3, np.uint32),
-            gid=column(4, np.uint32),
-            mtime=column(5, np.int64),
-            mtime_ns=column(6, np.uint32),
+            mode=table["mode"].copy(),
+            uid=table["uid"].copy(),
+            gid=table["gid"].copy(),
+            mtime=table["mtime"].copy(),
+            mtime_ns=table["mtime_ns"].copy(),
             size=size,
             aux=aux,
             xattr_set=xattr_set,
@@ -135,15 +175,15 @@ def tree_columns(
     )
 
 
-def _xattr_sets(rows: list[Member], pool: bytearray) -> tuple[U32, XattrSets]:
+def _xattr_sets(sets: list[tuple[int, dict[bytes, bytes]]], count: int, pool: bytearray) -> tuple[U32, XattrSets]:
     """Number the distinct sets of xattrs; names and values go to the pool once each."""
-    xattr_set = np.zeros(len(rows), dtype=np.uint32)
+    xattr_set = np.zeros(count, dtype=np.uint32)
     known: dict[tuple[tuple[bytes, bytes], ...], int] = {}
     placed: dict[bytes, int] = {}
     first = [0]
     table: list[tuple[int, int, int, int]] = []
-    for number in [number for number, row in enumerate(rows) if row[10]]:
-        items = tuple(sorted((rows[number].xattrs or {}).items()))
+    for number, xattrs in sets:
+        items = tuple(sorted(xattrs.items()))
         found = known.get(items)
         if found is None:
             for name, value in items:

@@ -14,6 +14,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import grpc
 import pytest
@@ -173,7 +174,7 @@ def inherited(tree: dict[bytes, Entry], names: set[bytes], lowers: tuple[str, ..
     return tree
 
 
-def test_implied_directories_take_the_attributes_of_lower_layers(reference: Reference, tmp_path: object) -> None:
+def test_implied_directories_take_the_attributes_of_lower_layers(reference: Reference, tmp_path: Path) -> None:
     """The kit's odd layers, each on all before it: a/b, xattrs, opaque have other attributes below."""
     lowers: tuple[str, ...] = ()
     found = 0
@@ -212,6 +213,21 @@ def test_what_containerd_refuses_but_is_represented(reference: Reference) -> Non
         with pytest.raises(grpc.RpcError, match="unhandled tar header type"):
             reference.unpack(stream)
         assert set(ours(stream)[0]) == {b".", b"f"}
+
+
+def test_sparse_files_of_gnu_tar(reference: Reference, tmp_path: Path) -> None:
+    """The PAX forms are unpacked, the old one is refused by containerd; its tree is the same as theirs."""
+    trees = {}
+    for form, path in corpus.sparse(str(tmp_path)).items():
+        with open(path, "rb") as file:
+            stream = file.read()
+        trees[form] = {name: (entry.size, entry.content) for name, entry in ours(stream)[0].items()}
+        if form == "gnu":
+            with pytest.raises(grpc.RpcError, match="unhandled tar header type"):
+                reference.unpack(stream)
+        else:
+            assert compare(stream, reference.unpack(stream)) == [], form
+    assert all(tree == trees["gnu"] for tree in trees.values())
 
 
 @pytest.mark.parametrize("source", ["debian", "pypi", "npm"])

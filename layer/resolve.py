@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import struct
 
-from weenv.core.errors import FormatError
+from weenv.core.errors import FormatError, LimitError
 from weenv.layer.tarscan import Member, show
 from weenv.layer.toc import BLOCK, CHAR, DIRECTORY, FILE, NO_DATA, SYMLINK
 
@@ -18,6 +18,8 @@ _MAX_LINKS = 255
 """Symlinks in one path that continuity follows."""
 _KERNEL_LINKS = 40
 """Symlinks in one path that Linux follows (MAXSYMLINKS)."""
+_MAX_STEPS = 50_000_000
+"""Components that may be looked at because of symlinks, in all of a layer: seconds; a usual layer needs thousands."""
 
 
 class Directory:
@@ -116,8 +118,10 @@ def symlink_target(node: Node | None) -> bytes | None:
 class Resolver:
     """Resolves paths in the tree below ``root`` as containerd does on disk."""
 
-    def __init__(self, root: Directory) -> None:
+    def __init__(self, root: Directory, max_path: int = 4096) -> None:
         self._root = root
+        self._max_path = max_path
+        self._steps = _MAX_STEPS
 
     def root_path(self, path: bytes, member: Member) -> list[bytes]:
         """Components of the path that ``path`` leads to, symlinks resolved, the last one too; it need not exist.
@@ -125,14 +129,29 @@ class Resolver:
         Whether ``path`` is absolute matters: a symlink that begins a relative path is replaced by its target as it is, any
         other by its target joined to what is before it and cleaned.
 
-        Raises :class:`FormatError` naming ``member`` where symlinks go in circles or a file is used as a directory.
+        Raises :class:`FormatError` naming ``member`` where symlinks go in circles or a file is used as a directory,
+        :class:`LimitError` where a path is too long or following them has taken too long altogether.
         """
+        if (parts := self._direct(path)) is not None:
+            return parts
         links = 0
         while True:
             path, followed = self._pass(path, links, member)
             if not followed:
                 return clean(path)
             links += followed
+
+    def _direct(self, path: bytes) -> list[bytes] | None:
+        """The components of a path that is nothing but existing directories; None for any other."""
+        node: Node | None = self._root
+        parts = []
+        for part in path.split(b"/"):
+            if part and part != b".":
+                node = node.children.get(part) if type(node) is Directory else None
+                if type(node) is not Directory:
+                    return None
+                parts.append(part)
+        return parts
 
     def link_target(self, member: Member) -> tuple[Directory | None, bytes]:
         """(directory, name) that a hard link's target names: its parent is resolved, itself it is not.
@@ -159,6 +178,9 @@ class Resolver:
             if links + followed > _MAX_LINKS:
                 raise FormatError("too many symlinks in its path", member=show(member.name))
             parts = clean(so_far + b"/" + part)
+            self._steps -= len(parts) + 1
+            if self._steps < 0 or len(so_far) > self._max_path:
+                raise LimitError("its path is too long, or symlinks make it so", member=show(member.name))
             target = symlink_target(self._lstat(parts, member)) if parts else None
             if target is None:
                 so_far = b"/" + b"/".join(parts)

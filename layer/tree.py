@@ -57,7 +57,7 @@ class TreeBuilder:
     def __init__(self, limits: Limits = DEFAULT_LIMITS) -> None:
         self._limits = limits
         self._root = Directory(None, b"", min(_NAME_MAX, limits.max_name), 0)
-        self._resolver = Resolver(self._root)
+        self._resolver = Resolver(self._root, limits.max_path)
         # A parent directory as members spell it -> the directory. Emptied when a directory or symlink goes away.
         self._parents: dict[bytes, Directory] = {b"": self._root}
         self._count = 1

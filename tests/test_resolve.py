@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weenv.core.errors import FormatError
+from weenv.core.errors import FormatError, LimitError
 from weenv.layer.resolve import Directory, Inode, Resolver, clean, cleaned, symlink_target
 from weenv.layer.tarscan import Member
 from weenv.layer.toc import FILE, HARDLINK, NO_DATA, SYMLINK
@@ -96,6 +96,19 @@ def test_link_targets() -> None:
         assert (directory.base, base) == (b"bin", b"x")
     assert resolver.link_target(member(kind=HARDLINK, link=b"missing/x")) == (None, b"x")
     assert resolver.link_target(member(kind=HARDLINK, link=b"bin"))[1] == b"bin", "the target itself is not followed"
+
+
+def test_symlinks_cannot_make_it_slow() -> None:
+    resolver = tree(a=b"b", b__l=b"../a/./././.")
+    resolver._steps //= 100
+    with pytest.raises(LimitError, match="m: its path is too long"):
+        for _ in range(20_000):
+            path(resolver, b"a/l/" * 1000)
+    with pytest.raises(LimitError, match="m: its path is too long"):
+        path(tree(a=b"b" * 200), b"a/" + b"x/" * 3000)
+    long = b"a/" * 1_000_000
+    with pytest.raises(LimitError, match="m: its path is too long"):
+        tree().link_target(member(kind=HARDLINK, link=long + b"x"))
 
 
 def test_symlink_target() -> None:

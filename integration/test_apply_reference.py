@@ -230,6 +230,22 @@ def test_sparse_files_of_gnu_tar(reference: Reference, tmp_path: Path) -> None:
     assert all(tree == trees["gnu"] for tree in trees.values())
 
 
+@pytest.mark.parametrize(
+    "stream",
+    [
+        rawcorpus.file(b"f", b"x")[:600],
+        rawcorpus.pax({b"GNU.sparse.numblocks": b"1", b"GNU.sparse.size": b"900", b"GNU.sparse.map": b"100,512"})
+        + rawcorpus.file(b"f", bytes(512)) + rawcorpus.END,
+    ],
+    ids=["end within padding", "sparse pieces that are no blocks"],
+)  # fmt: skip
+def test_what_containerd_unpacks_but_is_not_represented(reference: Reference, stream: bytes) -> None:
+    """Such layers are copied as they are, with the reason."""
+    assert set(read_tree(reference.unpack(stream))) == {b".", b"f"}
+    with pytest.raises(UnsupportedError, match="f: "):
+        ours(stream)
+
+
 @pytest.mark.parametrize("source", ["debian", "pypi", "npm"])
 def test_archives_of_other_tools(reference: Reference, source: str) -> None:
     for path in getattr(corpus, source)():

@@ -11,8 +11,9 @@ What follows from that:
   before a "g" are lost.
 - Only ``SCHILY.xattr.*`` records are extended attributes; ``LIBARCHIVE.xattr.*`` and ``SCHILY.acl.*`` are ignored.
 - Links, devices, directories and fifos have no payload, whatever their size field says.
-- The archive ends at two zero blocks, or at the end of the stream where a header would begin (also after one zero block,
-  or within the padding of the last payload). What follows the two zero blocks is part of the stream and means nothing.
+- The archive ends at two zero blocks, or at the end of the stream where a header would begin (also after one zero block).
+  What follows the two zero blocks is part of the stream and means nothing. Go also takes an end within the padding of the
+  last payload; that is an :class:`UnsupportedError` here, because EROFS reads whole blocks of 512 bytes.
 - Types that Go's reader passes on but containerd cannot unpack: contiguous files ("7") and old GNU sparse files ("S") are
   handed out as files, as tar does; every other type is an :class:`UnsupportedError`.
 """
@@ -129,8 +130,8 @@ class TarScanner:
 
     ``payloads`` grows with the scan: one (stream offset, length) per file payload of at least ``min_payload`` bytes, in
     stream order, whole with its sparse map where it has one in band. A payload is listed before :meth:`feed` returns
-    from the call that brought the last byte of its header, hence before any byte after it need be framed; the consumer
-    may delete from the front.
+    from the call that brought the last byte of its header, hence before any byte after it need be framed. The offset of
+    the last one moves on while extension blocks of an old GNU sparse header follow. The consumer may delete from the front.
 
     ``offset`` is the number of bytes fed so far; ``ended`` is true behind the two zero blocks. The cost is per header:
     payloads are skipped by length and never copied. Errors name the member at fault; the scanner is of no use
@@ -205,12 +206,14 @@ class TarScanner:
         self.offset = start + size
 
     def close(self) -> None:
-        """The stream is over. Raises :class:`FormatError` where it ends within a header or a payload."""
+        """The stream is over. Raises :class:`FormatError` where it ends within a header, a payload or its padding."""
         if self.ended:
             return
         if self._skip > self._padding:
             missing = self._skip - self._padding
             raise FormatError(f"the tar stream ends {missing} bytes before the end of this member", member=show(self._name))
+        if self._skip:
+            raise UnsupportedError("the tar stream ends within the padding of this member", member=show(self._name))
         if self._state != _AT_HEADER:
             raise FormatError("the tar stream ends within this member's extension header", member=show(self._name))
         if self._held:

@@ -135,6 +135,7 @@ def tree_columns(rows: Rows, limits: Limits) -> TreeColumns:
         pool += target
     for number, entry in rows.links:
         aux[number] = entry
+        flags[number] = flags[entry] & FLAG_WHITEOUT
 
     sparse: list[tuple[int, int, int, int]] = []
     for number, parts, name in rows.sparse:

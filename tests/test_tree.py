@@ -355,6 +355,8 @@ def test_links_to_symlinks_and_devices() -> None:
     assert tree.attributes(b"s") == (0o777, 4, 0, 0)
     tree = Tree(header(b"z", b"3", device=(1, 3)), header(b"a", b"1", link=b"z", mode=0o666))
     assert (tree.get(b"a", "kind"), tree.get(b"a", "aux")) == (CHAR, 1 << 32 | 3)
+    tree = Tree(file(b".wh.w"), header(b"v", b"1", link=b"w"))
+    assert [tree.get(path, "flags") for path in (b"v", b"w")] == [FLAG_WHITEOUT, FLAG_WHITEOUT]
 
 
 def test_a_link_survives_what_it_was_linked_to() -> None:

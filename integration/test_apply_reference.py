@@ -17,12 +17,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import numpy as np
 import pytest
 
 from weenv.core.errors import FormatError, UnsupportedError
 from weenv.core.proto import Schema
+from weenv.layer.toc import FLAG_IMPLIED
 from weenv.layer.tree import scan_tar
 from weenv.plugin.containerd.client import Client
+from weenv.plugin.snapshotter.implied import attributes_below
+from weenv.plugin.snapshotter.planes.base import Implied
 from weenv_testkit import corpus, rawcorpus
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.toctree import toc_of, toc_tree
@@ -99,11 +103,11 @@ def ours(stream: bytes) -> tuple[dict[bytes, Entry], set[bytes]]:
     return toc_tree(toc_of(scan.columns, scan.stream_size), stream)
 
 
-def implied(stream: bytes) -> set[bytes]:
+def implied(stream: bytes) -> list[Implied]:
     """Directories that the layer's own members do not name."""
     scan = scan_tar(io.BytesIO(stream))
     toc = toc_of(scan.columns, scan.stream_size)
-    return {toc.path(entry) for entry in range(1, len(toc.entries)) if toc.entries.flags[entry] & 4}
+    return [Implied(entry, toc.path(entry)) for entry in np.flatnonzero(toc.entries.flags & FLAG_IMPLIED).tolist()]
 
 
 def compare(stream: bytes, upper: str) -> list[str]:
@@ -146,32 +150,19 @@ def test_random_layers(reference: Reference) -> None:
     assert min(seen.values()) > 50, seen
 
 
-def find(root: str, path: bytes) -> os.stat_result | None:
-    """What a lower layer has at ``path``; the layers here have no symlinks on the way."""
-    try:
-        return os.lstat(os.path.join(os.fsencode(root), path))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-
-
-def inherited(tree: dict[bytes, Entry], names: set[bytes], lowers: tuple[str, ...]) -> dict[bytes, Entry]:
-    """The rule for implied directories: owner, mode and xattrs of the topmost lower layer that has the path as a directory.
-
-    A lower layer that has something else there ends the search: then the defaults stay.
-    """
-    tree = dict(tree)
-    for path in names:
-        for lower in lowers:
-            status = find(lower, path)
-            if status is None:
-                continue
-            if stat.S_ISDIR(status.st_mode):
-                known = read_tree(lower)[path]
-                kept = tuple(pair for pair in known.xattrs if not pair[0].startswith(b"trusted."))
-                mark = tuple(pair for pair in tree[path].xattrs if pair[0].startswith(b"trusted."))
-                tree[path] = replace(tree[path], mode=known.mode, uid=known.uid, gid=known.gid, xattrs=(*kept, *mark))
-            break
-    return tree
+def on_lowers(stream: bytes, lowers: tuple[str, ...]) -> tuple[dict[bytes, Entry], set[bytes]]:
+    """Our tree of a layer with its implied directories as the snapshotter completes them, and the names whose time is free."""
+    tree, free = ours(stream)
+    names = implied(stream)
+    found = attributes_below(names, lowers)
+    for item in names:
+        if item.entry in found:
+            have = found[item.entry]
+            marks = [pair for pair in tree[item.path].xattrs if pair[0].startswith(b"trusted.")]
+            tree[item.path] = replace(
+                tree[item.path], mode=stat.S_IFDIR | have.mode, uid=have.uid, gid=have.gid, xattrs=(*have.xattrs, *marks)
+            )
+    return tree, free
 
 
 def test_implied_directories_take_the_attributes_of_lower_layers(reference: Reference, tmp_path: Path) -> None:
@@ -182,9 +173,8 @@ def test_implied_directories_take_the_attributes_of_lower_layers(reference: Refe
         with open(path, "rb") as file:
             stream = file.read()
         upper = reference.unpack(stream, lowers)
-        tree, free = ours(stream)
-        expected = inherited(tree, implied(stream), lowers)
-        found += expected != tree
+        expected, free = on_lowers(stream, lowers)
+        found += expected != ours(stream)[0]
         assert differences(read_tree(upper), expected, times_free=free) == [], path
         lowers = (upper, *lowers)
     assert found >= 3
@@ -199,11 +189,29 @@ def test_an_opaque_mark_alone_keeps_even_the_time_of_the_lower_directory(referen
 
 
 def test_set_gid_of_a_lower_directory_reaches_implied_ones_below_it(reference: Reference) -> None:
-    """d is copied from below, then d/new is made in it by the kernel, which gives it d's group."""
+    """d is copied from below, then d/new is made in it by the kernel, which gives it d's group; d/new/er has none to give."""
     lower = reference.unpack(rawcorpus.directory(b"d", 0o2775, gid=50) + rawcorpus.END)
-    upper = reference.unpack(rawcorpus.file(b"d/new/f") + rawcorpus.END, (lower,))
-    tree = read_tree(upper)
-    assert (stat.S_IMODE(tree[b"d/new"].mode), tree[b"d/new"].gid) == (0o755, 50)
+    stream = rawcorpus.file(b"d/new/er/f") + rawcorpus.END
+    upper = reference.unpack(stream, (lower,))
+    expected, free = on_lowers(stream, (lower,))
+    assert (stat.S_IMODE(expected[b"d/new"].mode), expected[b"d/new"].gid, expected[b"d/new/er"].gid) == (0o755, 50, 0)
+    assert differences(read_tree(upper), expected, times_free=free) == []
+
+
+def test_what_ends_the_search_for_a_lower_directory(reference: Reference) -> None:
+    """A file or whiteout in between, a symlink that leads to a directory, and a layer that has nothing there."""
+    lowest = reference.unpack(b"".join(rawcorpus.directory(name, 0o700, uid=3) for name in (b"a", b"b", b"t")) + rawcorpus.END)
+    middle = reference.unpack(
+        rawcorpus.file(b"a") + rawcorpus.file(b".wh.b") + rawcorpus.symlink(b"s", b"t") + rawcorpus.END, (lowest,)
+    )
+    linked = reference.unpack(rawcorpus.directory(b"u", 0o711, uid=4) + rawcorpus.symlink(b"v", b"/u") + rawcorpus.END)
+    nothing = reference.unpack(rawcorpus.END)
+    lowers = (nothing, linked, middle, lowest)
+    stream = b"".join(rawcorpus.file(name + b"/f") for name in (b"a", b"b", b"s", b"t", b"u", b"v")) + rawcorpus.END
+    upper = reference.unpack(stream, lowers)
+    expected, free = on_lowers(stream, lowers)
+    assert differences(read_tree(upper), expected, times_free=free) == []
+    assert [expected[name].uid for name in (b"a", b"b", b"t", b"u", b"v")] == [0, 0, 3, 4, 4]
 
 
 def test_what_containerd_refuses_but_is_represented(reference: Reference) -> None:

@@ -90,4 +90,10 @@ def attributes_below(implied: Sequence[Implied], lowers: Sequence[str]) -> dict[
             pending = absent
         finally:
             os.close(root)
+    # The kernel gives a directory that is made in a set-gid one its group; chmod(2) then takes the bit itself away again.
+    above = {item.path: found[item.entry] for item in implied if item.entry in found}
+    for item in implied:
+        parent = above.get(item.path.rpartition(b"/")[0])
+        if item.entry not in found and parent is not None and parent.mode & stat.S_ISGID:
+            found[item.entry] = DirAttributes(0o755, 0, parent.gid, 0, 0)
     return found

@@ -1,8 +1,8 @@
 """Tar stream in, layer blob out, in one pass, on all cores, in bounded memory.
 
-The calling thread reads, scans, hashes the stream and writes; a pool compresses and hashes frames (zstd and OpenSSL
-release the GIL). Frames are written in order, so the blob is the same for the same stream, target and level, however
-many threads there are and however the stream is read.
+The calling thread reads and scans; one thread hashes the stream, one writes the blob and hashes it, and a pool compresses
+and hashes frames (zstd and OpenSSL release the GIL). Frames are written in order, so the blob is the same for the same
+stream, target and level, however many threads there are and however the stream is read.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from weenv.layer.toc import Frames, Toc
 from weenv.layer.tree import TreeBuilder
 from weenv.layer.verify import LayerDescriptor
 
-DEFAULT_TARGET = 256 << 10
+DEFAULT_TARGET = 512 << 10
 DEFAULT_LEVEL = 3
 """Frame size in bytes and zstd level; docs/adr/0001-frame-size.md has the measurements behind them."""
 
@@ -90,6 +90,35 @@ def _compress(pieces: list[bytes | memoryview], level: int) -> _Batch:
     return result
 
 
+class _Serial:
+    """Calls made one after the other by one thread of their own, a few of them waiting at most."""
+
+    _WAITING = 16
+
+    def __init__(self, name: str) -> None:
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._calls: deque[Future[None]] = deque()
+
+    def do(self, call: Callable[[bytes], object], data: bytes) -> None:
+        """Have ``call(data)`` made. Raises what an earlier call raised."""
+        while len(self._calls) >= self._WAITING or (self._calls and self._calls[0].done()):
+            self._calls.popleft().result()
+        self._calls.append(self._pool.submit(self._run, call, data))
+
+    @staticmethod
+    def _run(call: Callable[[bytes], object], data: bytes) -> None:
+        call(data)
+
+    def finish(self) -> None:
+        """Wait for all calls. Raises what one of them raised."""
+        while self._calls:
+            self._calls.popleft().result()
+
+    def close(self) -> None:
+        """Drop the calls that have not begun, wait for the one that has, and end the thread."""
+        self._pool.shutdown(cancel_futures=True)
+
+
 class _Pending:
     """Bytes of the stream that no frame has taken yet."""
 
@@ -139,20 +168,19 @@ def encode_layer(
     handed on to ``progress``. Raises :class:`FormatError` for a stream that cannot be represented, naming the member, and
     whatever ``source``, ``out`` and ``progress`` raise; what was written by then is of no use.
     """
-    if target > limits.max_frame_content // 2:
-        raise ValueError("the target must be at most half the limit of a frame's content")
+    if target > limits.max_frame_content // 4:
+        raise ValueError("the target must be at most a quarter of the limit of a frame's content")
     workers = threads or len(os.sched_getaffinity(0))
     read = source if callable(source) else source.read
     encoder = _Encoder(out, target, level, workers, limits)
-    with ThreadPoolExecutor(workers, thread_name_prefix="weenv-encode") as pool:
-        try:
-            while data := read(READ_SIZE):
-                encoder.feed(data, pool)
-                if progress is not None:
-                    progress(encoder.taken, total)
-            return encoder.finish(pool)
-        finally:
-            encoder.cancel()
+    try:
+        while data := read(READ_SIZE):
+            encoder.feed(data)
+            if progress is not None:
+                progress(encoder.taken, total)
+        return encoder.finish()
+    finally:
+        encoder.close()
 
 
 class _Encoder:
@@ -169,6 +197,9 @@ class _Encoder:
         self._pieces: list[bytes | memoryview] = []
         self._pieces_size = 0
         self._batch = max(target, 1 << 20)
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="weenv-encode")
+        self._hasher = _Serial("weenv-encode-hash")
+        self._writer = _Serial("weenv-encode-write")
         self._jobs: deque[tuple[Future[_Batch], int]] = deque()
         self._in_flight = 0
         self._most_in_flight = workers * max(_IN_FLIGHT, 4 * target)
@@ -180,14 +211,14 @@ class _Encoder:
         self._digests = bytearray()
         self.taken = 0
 
-    def feed(self, data: bytes, pool: ThreadPoolExecutor) -> None:
+    def feed(self, data: bytes) -> None:
         data = bytes(data)  # frames refer to it while the caller may reuse its buffer; no copy where it is bytes already
+        self._hasher.do(self._stream.update, data)
         self._scanner.feed(data)
-        self._stream.update(data)
         self._pending.add(data)
         self.taken += len(data)
         self._plan(final=False)
-        self._submit(pool)
+        self._submit()
 
     def _plan(self, final: bool) -> None:
         # The scanner corrects a payload's offset where the block found there is an extension of an old GNU sparse header:
@@ -203,7 +234,7 @@ class _Encoder:
         del payloads[:ready]
         self._cuts += self._cutter.known(min(seen, payloads[0][0]) if payloads else seen)
 
-    def _submit(self, pool: ThreadPoolExecutor, final: bool = False) -> None:
+    def _submit(self, final: bool = False) -> None:
         pending = self._pending
         while self._cuts and self._cuts[0] <= pending.end:
             size = self._cuts.popleft() - pending.start
@@ -211,36 +242,45 @@ class _Encoder:
             self._content.append(size)
             self._pieces_size += size
             if self._pieces_size >= self._batch:
-                self._flush(pool)
+                self._flush()
         if final and self._pieces:
-            self._flush(pool)
-        while self._jobs and (final or self._in_flight > self._most_in_flight or self._jobs[0][0].done()):
+            self._flush()
+        while self._jobs and (self._in_flight > self._most_in_flight or self._jobs[0][0].done()):
             self._write()
 
-    def _flush(self, pool: ThreadPoolExecutor) -> None:
-        self._jobs.append((pool.submit(_compress, self._pieces, self._level), self._pieces_size))
+    def _flush(self) -> None:
+        self._jobs.append((self._pool.submit(_compress, self._pieces, self._level), self._pieces_size))
         self._in_flight += self._pieces_size
         self._pieces, self._pieces_size = [], 0
 
     def _write(self) -> None:
         job, size = self._jobs.popleft()
-        for frame, digest in job.result():
-            self._put(frame)
+        batch = job.result()
+        self._put(b"".join([frame for frame, _ in batch]))
+        for frame, digest in batch:
             self._compressed.append(len(frame))
             self._digests += digest
         self._in_flight -= size
 
     def _put(self, data: bytes) -> None:
-        self._out.write(data)
-        self._blob.update(data)
+        self._writer.do(self._write_all, data)
+        self._writer.do(self._blob.update, data)
         self._written += len(data)
 
-    def finish(self, pool: ThreadPoolExecutor) -> EncodedLayer:
+    def _write_all(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:  # unbuffered files take less than all when they please
+            view = view[self._out.write(view) :]
+
+    def finish(self) -> EncodedLayer:
         self._scanner.close()
         self._plan(final=True)
         self._cuts += self._cutter.finish(self.taken)
-        self._submit(pool, final=True)
-        tree = self._tree.finish()
+        self._submit(final=True)
+        tree = self._tree.finish()  # while the pool works on the last frames
+        while self._jobs:
+            self._write()
+        self._hasher.finish()
         toc = Toc(
             diff_id="sha256:" + self._stream.hexdigest(),
             stream_size=self.taken,
@@ -259,6 +299,7 @@ class _Encoder:
         toc_offset = self._written
         tail = build_tail(toc, self._limits)
         self._put(tail)
+        self._writer.finish()
         return EncodedLayer(
             blob_digest="sha256:" + self._blob.hexdigest(),
             blob_size=self._written,
@@ -270,8 +311,8 @@ class _Encoder:
             toc=toc,
         )
 
-    def cancel(self) -> None:
-        """Drop what the pool has not begun."""
-        for job, _ in self._jobs:
-            job.cancel()
-        self._jobs.clear()
+    def close(self) -> None:
+        """End all threads; what they had not begun is dropped."""
+        self._pool.shutdown(cancel_futures=True)
+        self._hasher.close()
+        self._writer.close()

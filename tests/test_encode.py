@@ -145,6 +145,19 @@ def test_limits() -> None:
         encode(TAR, target=64 << 20)
 
 
+class Reluctant(io.BytesIO):
+    """Takes little at once, as a pipe or an unbuffered file may."""
+
+    def write(self, data: bytes) -> int:  # type: ignore[override]
+        return super().write(data[:1000])
+
+
+def test_short_writes_are_continued() -> None:
+    out = Reluctant()
+    encode_layer(io.BytesIO(TAR), out, target=16 << 10)
+    assert out.getvalue() == encode(TAR)[0]
+
+
 class Failing(io.BytesIO):
     """A disk that is full after some bytes."""
 

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Environments: the plan, its lock, composition, mutations, and the life of what runs."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Layer groups: components published apart, as ordinary OCI images, to be stacked when an environment starts."""

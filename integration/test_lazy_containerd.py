@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from weenv_testkit.cri import Cri
 from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.procs import Failed, mounts_under, wait_until
 from weenv_testkit.registry import Registry
@@ -72,6 +73,11 @@ def check_pull_was_lazy(node: Node, registry: Registry, name: str, mark: int, na
     assert fetched < 0.05 * sum(layers.values()), "a pull is to fetch little more than the tails"
 
 
+def filesystems_of(cri: Cri) -> dict[str, int]:
+    """Where CRI stores images -> bytes used there."""
+    return {item.fs_id.mountpoint: item.used_bytes.value for item in cri.image_filesystems()}
+
+
 def test_cri_pull_stores_manifest_and_config_only(node: Node, registry: Registry, store: Store) -> None:
     ref, mark = store.lazy("debian"), registry.mark()
     with node.cri() as cri:
@@ -80,8 +86,8 @@ def test_cri_pull_stores_manifest_and_config_only(node: Node, registry: Registry
         manifest, _ = manifest_of(registry, "debian")
         assert identity == manifest["config"]["digest"] == store.image("debian").config, "converting keeps the config"
         assert node.snapshotter.metric("weenv_snapshotter_lazy_layers_total") == len(manifest["layers"])
-        filesystems = [item.fs_id.mountpoint for item in cri.image_filesystems()]
-        assert node.root in filesystems, "kubelet's image collection needs the snapshotter's own root"
+        assert node.root in filesystems_of(cri), "kubelet's image collection needs the snapshotter's own root"
+        wait_until("kubelet to see what the layers take", lambda: filesystems_of(cri)[node.root] > 0)
 
 
 def test_cri_runs_a_pod_from_it(node: Node, debian: tuple[str, str], store: Store) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 import threading
@@ -221,6 +222,86 @@ def test_a_reboot(make_node: MakeNode, store: Store, registry: Registry) -> None
     assert node.shell(ref, script, namespace) == first
     fetched = sum(registry.blob_bytes(mark).values())
     assert fetched < 1 << 20, fetched
+
+
+def test_a_start_without_registry(make_node: MakeNode, home: str, registry: Registry) -> None:
+    """The daemons start, what is local is served, images can be removed; nothing waits for a registry that is away."""
+    own = Own(
+        home, registry, "away", [Member("data/x", corpus.noise(100_000, 111)), Member("data/y", corpus.noise(4 << 20, 112))]
+    )
+    node = make_node()
+    namespace = node.pull(own.ref)
+    name = node.containerd.run_detached(own.ref, "sleep", "1000", snapshotter=SNAPSHOTTER, namespace=namespace)
+    known = node.containerd.exec(name, "sha256sum", "/data/x", namespace=namespace)
+    registry.stop()
+    try:
+        begin = time.monotonic()
+        node.kill()
+        unmount_under(f"{node.root}/m")  # half a reboot: the layers' mounts are gone, the container's own is not
+        node.start()
+        assert node.shell(own.ref, "sha256sum /data/x", namespace).split()[0] == known.split()[0]
+        assert time.monotonic() - begin < 15
+        node.containerd.remove_container(name, namespace)
+        node.containerd.purge(namespace, SNAPSHOTTER)
+        wait_until("the layers to go", lambda: not node.layers())
+    finally:
+        registry.start()
+
+
+def test_the_snapshotter_lost_everything(make_node: MakeNode, home: str, registry: Registry) -> None:
+    """Its root is wiped behind containerd's back: a clear error, and removing and pulling the image again heals it."""
+    own = Own(home, registry, "lost", [Member("data/x", b"x\n")])
+    node = make_node()
+    node.expect("reason=")  # containerd tries to unpack what it never downloaded
+    namespace = node.pull(own.ref)
+    assert node.shell(own.ref, "cat /data/x", namespace) == "x\n"
+    node.containerd.stop()
+    node.snapshotter.stop()
+    node.blobfs.stop()
+    unmount_under(node.home)
+    shutil.rmtree(node.root)
+    os.mkdir(node.root)
+    node.start()
+    with pytest.raises(Failed):
+        node.shell(own.ref, "cat /data/x", namespace)
+    node.containerd.remove_image(own.ref, namespace)
+    node.pull(own.ref)
+    assert node.shell(own.ref, "cat /data/x", namespace) == "x\n"
+
+
+def test_pulled_five_times_at_once_after_a_removal(make_node: MakeNode, home: str, registry: Registry) -> None:
+    own = Own(home, registry, "five", [Member("data/x", b"x\n")])
+    node = make_node()
+    for _ in range(3):
+        failures: list[Failed] = []
+
+        def pull(namespace: str, failures: list[Failed] = failures) -> None:
+            try:
+                node.containerd.pull(own.ref, snapshotter=SNAPSHOTTER, namespace=namespace)
+            except Failed as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=pull, args=(name,)) for name in ("default", "default", "one", "two", "default")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert not failures
+        for namespace in ("default", "one", "two"):
+            assert node.shell(own.ref, "cat /data/x", namespace) == "x\n"
+            node.containerd.remove_image(own.ref, namespace)
+
+
+def test_an_ordinary_image_survives_a_stop_by_sigint(make_node: MakeNode, store: Store) -> None:
+    """Stopping deletes nothing and unmounts nothing: an unpacked image has no copy elsewhere."""
+    ref = store.plain("small")
+    node = make_node()
+    node.expect("reason=")
+    namespace = node.pull(ref)
+    os.kill(node.snapshotter.pid, signal.SIGINT)
+    wait_until("the snapshotter to end", lambda: not node.snapshotter.running())
+    node.start_snapshotter()
+    assert node.shell(ref, "echo ran", namespace) == "ran\n"
 
 
 def test_eight_containers_at_once(make_node: MakeNode, store: Store, registry: Registry) -> None:

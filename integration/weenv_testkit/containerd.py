@@ -198,6 +198,7 @@ class Containerd:
         if self.line == "1.7":
             cri = "plugins.'io.containerd.grpc.v1.cri'"
             text += f"[{cri}]\nsandbox_image = {sandbox}\nrestrict_oom_score_adj = true\ndisable_apparmor = true\n"
+            text += "stats_collect_period = 1\n"
             text += f"[{cri}.cni]\n{cni}[{cri}.registry]\n{hosts}"
             text += f"[{cri}.containerd]\nsnapshotter = {q(self.snapshotter)}\ndisable_snapshot_annotations = false\n"
             text += "default_runtime_name = 'runc'\n"
@@ -205,7 +206,7 @@ class Containerd:
             text += f"[{cri}.containerd.runtimes.runc.options]\n{options}"
             return text
         images, runtime = "plugins.'io.containerd.cri.v1.images'", "plugins.'io.containerd.cri.v1.runtime'"
-        text += f"[{images}]\nsnapshotter = {q(self.snapshotter)}\n[{images}.pinned_images]\nsandbox = {sandbox}\n"
+        text += f"[{images}]\nsnapshotter = {q(self.snapshotter)}\nstats_collect_period = 1\n[{images}.pinned_images]\nsandbox = {sandbox}\n"
         text += f"[{images}.registry]\n{hosts}"
         text += f"[{runtime}]\nrestrict_oom_score_adj = true\ndisable_apparmor = true\n[{runtime}.cni]\n{cni}"
         text += f"[{runtime}.containerd]\ndefault_runtime_name = 'runc'\n"

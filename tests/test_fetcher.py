@@ -85,6 +85,8 @@ class Bench:
         waiter = FutureWaiter()
         self.fetcher.request(self.layer, frames, waiter, ahead)
         pieces = await waiter.future
+        while any(frame in self.layer.flights for frame in frames):  # noqa: ASYNC110  (answered, not stored yet)
+            await asyncio.sleep(0.001)
         out = []
         for frame in frames:
             low, high = self.layer.contents[frame], self.layer.contents[frame + 1]

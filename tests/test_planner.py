@@ -9,7 +9,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead, offsets, span
+from weenv.plugin.snapshotter.fetch.planner import Budget, Extents, ReadAhead, offsets, span
 from weenv_testkit.synthetic import make_layer, payload
 
 
@@ -18,15 +18,18 @@ def starts_of(sizes: list[int]) -> array[int]:
 
 
 @given(
-    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60), wanted=st.sets(st.integers(0, 59)), frame=st.integers(0, 59),
-    limit=st.integers(1, 5000),
+    sizes=st.lists(st.integers(1, 1000), min_size=1, max_size=60), wanted=st.sets(st.integers(0, 59)),
+    urgent=st.sets(st.integers(0, 59)), frame=st.integers(0, 59), limit=st.integers(1, 5000),
 )  # fmt: skip
-def test_a_span_is_wanted_contiguous_bounded_and_maximal(sizes: list[int], wanted: set[int], frame: int, limit: int) -> None:
+def test_a_span_is_wanted_contiguous_bounded_and_maximal(
+    sizes: list[int], wanted: set[int], urgent: set[int], frame: int, limit: int
+) -> None:
     frame %= len(sizes)
     starts = starts_of(sizes)
-    first, end = span(frame, starts, wanted.__contains__, limit)
+    first, end = span(frame, starts, wanted.__contains__, urgent.__contains__, limit)
     assert 0 <= first <= frame < end <= len(sizes)
-    assert all(one in wanted for one in range(first, end) if one != frame)
+    assert all(one in wanted for one in range(frame + 1, end))
+    assert all(one in urgent for one in range(first, frame))
     if end - first > 1:
         assert starts[end] - starts[first] <= limit
     if end < len(sizes) and end in wanted:
@@ -55,10 +58,14 @@ def test_extents_are_the_files_with_frames_of_their_own() -> None:
 class Reader:
     """Drives a ReadAhead as the server does, with everything planned arriving at once; counts what was fetched."""
 
-    def __init__(self, sizes: list[int], files: list[tuple[int, int]] | None = None, **settings: float) -> None:
+    def __init__(
+        self, sizes: list[int], files: list[tuple[int, int]] | None = None, budget: Budget | None = None, **settings: int
+    ) -> None:
         self.starts = starts_of(sizes)
         self.states = bytearray(len(sizes))
-        self.ahead = ReadAhead(self.starts, self.states, lambda _frame: False, **settings)  # type: ignore[arg-type]
+        self.ahead = ReadAhead(
+            self.starts, self.states, lambda _frame: False, budget=budget or Budget(0.1, 1 << 20), **settings
+        )
         if files is not None:
             self.ahead.extents = Extents(array("Q", [low for low, _ in files]), array("Q", [high for _, high in files]))
         self.misses = 0
@@ -123,7 +130,7 @@ def test_dense_random_reads_of_a_large_file_complete_their_surroundings() -> Non
 @given(st.lists(st.integers(0, 299), min_size=1, max_size=300), st.integers(0, 3))
 def test_random_reads_of_a_large_file_fetch_at_most_twice_what_was_asked_for(order: list[int], seed: int) -> None:
     generator = random.Random(seed)
-    reader = Reader([generator.randrange(1000, 1001) for _ in range(300)], [(0, 300)], window_min=0, window_max=0)
+    reader = Reader([generator.randrange(1000, 1001) for _ in range(300)], [(0, 300)], window_min=0, window_max=0, whole_max=0)
     for frame in order:
         reader.read(frame)
     # window 0 leaves the density rule (and one frame of a stream) alone
@@ -131,27 +138,49 @@ def test_random_reads_of_a_large_file_fetch_at_most_twice_what_was_asked_for(ord
     assert reader.fetched <= 2 * asked * 1000 + 1000 * asked
 
 
-def test_small_files_in_sequence_are_fetched_ahead_on_a_budget() -> None:
+def test_small_files_in_sequence_are_fetched_ahead() -> None:
     reader = Reader([50 << 10] * 400)
     for frame in range(300):
         reader.read(frame)
-    assert reader.misses < 60
-    assert reader.fetched <= 300 * (50 << 10) * 1.13 + (256 << 10)
+    assert reader.misses == 1
+    assert reader.fetched <= (300 + 16) * (50 << 10)
+
+
+def test_the_next_two_frames_come_with_one_that_small_files_share() -> None:
+    reader = Reader([50 << 10] * 100)
+    assert reader.read(10) == [11, 12]
+    assert reader.read(50) == [51, 52]
+    assert reader.read(51) == [53, 54, 55]  # the second in sequence: more of them
+    assert reader.read(10) == []
+
+
+def test_a_file_of_a_few_frames_is_fetched_whole() -> None:
+    reader = Reader([100 << 10] * 100, [(20, 26), (40, 90)])
+    assert reader.read(22) == [20, 21, 23, 24, 25, 26, 27]
+    assert reader.read(60) == []  # a large one
 
 
 @given(st.lists(st.integers(0, 999), min_size=1, max_size=400), st.floats(0, 0.3))
 def test_guesses_never_exceed_their_budget(order: list[int], waste: float) -> None:
-    reader = Reader([1000] * 1000, waste=waste, waste_floor=4000)
+    reader = Reader([1000] * 1000, budget=Budget(waste, 4000))
     for frame in order:
         reader.read(frame)
     asked = len(set(order)) * 1000
-    assert reader.ahead.demanded_bytes == asked
-    assert reader.fetched - asked <= waste * asked + 4000
-    assert 0 <= reader.ahead.guessed_bytes <= waste * asked + 4000
+    assert reader.ahead.budget.demanded == asked
+    assert reader.fetched - asked == reader.ahead.budget.guessed
+    assert 0 <= reader.ahead.budget.guessed <= waste * asked + 4000
+
+
+def test_layers_share_a_budget() -> None:
+    budget = Budget(0, 4000)
+    one, two = Reader([1000] * 100, budget=budget), Reader([1000] * 100, budget=budget)
+    assert len(one.read(10)) + len(two.read(10)) + len(one.read(50)) + len(two.read(50)) == 4
+    one.read(11)  # a guess that was right may be made again
+    assert budget.guessed == 4000
 
 
 def test_guesses_stop_at_a_large_file() -> None:
-    reader = Reader([1000] * 100, [(50, 90)])
+    reader = Reader([50_000] * 100, [(50, 90)])
     for frame in range(50):
         reader.read(frame)
     assert not any(reader.states[50:])

@@ -29,7 +29,7 @@ from weenv.plugin.snapshotter.blobfs.server import Server, resend
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
 from weenv.plugin.snapshotter.fetch.flight import FetchSettings
-from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
+from weenv.plugin.snapshotter.fetch.planner import Budget, Extents, ReadAhead
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
 from weenv.plugin.snapshotter.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, detach, mount
 from weenv.registry.client import RegistryClient
@@ -137,6 +137,7 @@ class Daemon:
         settings = FetchSettings(
             parallelism=config.parallelism, range_max=config.range_max, deadline=config.deadline, decoders=config.decoders
         )
+        self._budget = Budget(config.neighbours)
         self.fetcher = Fetcher(verify_frame, settings)
         self.table = LayerTable(
             LayerDirs(config.root), read_tail, self._open_sources, self._remember, make_read_ahead=self._make_read_ahead
@@ -169,7 +170,7 @@ class Daemon:
     def _make_read_ahead(self, layer: Layer) -> ReadAhead:
         return ReadAhead(
             layer.starts, layer.presence.states, layer.flights.__contains__,
-            window_max=self.config.window_max, waste=self.config.neighbours,
+            window_max=self.config.window_max, budget=self._budget,
         )  # fmt: skip
 
     def _remember(self, nodeid: int, name: str) -> None:
@@ -196,8 +197,7 @@ class Daemon:
         def load() -> None:
             with open(os.path.join(layer.path, "toc"), "rb") as file:
                 extents = read_extents(file.read(layer.source.toc_length + 1), layer.source)
-            with layer.lock:
-                layer.read_ahead.extents = extents
+            layer.read_ahead.extents = extents
 
         try:
             await asyncio.to_thread(load)

@@ -51,8 +51,6 @@ class Layer(FetchLayer):
         self.size = size
         self.identity = identity
         """Device and inode of the layer's directory: another directory of the same name is another cache."""
-        self.lock = threading.Lock()
-        """Guards ``read_ahead``."""
         self.read_ahead = read_ahead or ReadAhead(self.starts, presence.states, self.flights.__contains__)
         self.last_used = 0.0
         self.first_used = 0.0

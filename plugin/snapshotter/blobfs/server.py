@@ -131,6 +131,7 @@ class Server:
         self._on_end = on_end
         self._waits = ServeStats()
         self._waits_lock = threading.Lock()
+        self._ahead_lock = threading.Lock()  # guards every layer's read_ahead
         self.stats.append(self._waits)
         self._root_attributes = wire.attributes(wire.ROOT_ID, wire.S_IFDIR | 0o500, 0)
         self._threads: list[threading.Thread] = []
@@ -171,6 +172,7 @@ class Server:
         readv, preadv, write, monotonic = os.readv, os.preadv, os.write, time.monotonic
         unpack, pack_into = wire.READ_REQUEST.unpack_from, wire.OUT_HEADER.pack_into
         minimum = wire.READ_REQUEST.size
+        ahead_lock = self._ahead_lock
         while True:
             try:
                 size = readv(fuse, [buffer])
@@ -206,7 +208,7 @@ class Server:
             layer.last_used = monotonic()
             presence = layer.presence
             if presence.missing:
-                with layer.lock:
+                with ahead_lock:
                     ahead = layer.read_ahead.observe(first, end)
                 if presence.states.find(0, first, end) >= 0:
                     self._miss(layer, unique, pid, offset, length, first, end, ahead)

@@ -113,7 +113,11 @@ class Fetcher:
                         refused = True
                         continue
                     del layer.refused[frame]
-                self._demand(layer, flights, frame).waiters.append(waiter)
+                flight = self._demand(layer, flights, frame)
+                if flight.content is not None:
+                    waiter.pieces[frame] = flight.content
+                    continue
+                flight.waiters.append(waiter)
                 waiter.left += 1
             left = -1 if refused else waiter.left
             if refused:
@@ -142,7 +146,9 @@ class Fetcher:
                 if flight is None:
                     flights[frame] = flight = Flight(layer, frame, priority)
                     self._queues[priority].append(flight)
-                if waiter is not None:
+                if waiter is not None and flight.content is not None:
+                    waiter.pieces[frame] = flight.content
+                elif waiter is not None:
                     flight.waiters.append(waiter)
                     waiter.left += 1
             left = -1 if waiter is None else waiter.left
@@ -221,7 +227,7 @@ class Fetcher:
                 flights = layer.flights
                 reach = max(priority, AHEAD)
 
-                def wanted(frame: int, flights: dict[int, Flight] = flights, seed: Flight = flight, reach: int = reach) -> bool:
+                def joins(frame: int, reach: int, flights: dict[int, Flight] = flights, seed: Flight = flight) -> bool:
                     other = flights.get(frame)
                     return (
                         other is not None
@@ -232,7 +238,9 @@ class Fetcher:
                     )
 
                 limit = settings.fill_range_max if priority == FILL else settings.range_max
-                first, end = span(flight.frame, layer.starts, wanted, limit)
+                first, end = span(
+                    flight.frame, layer.starts, partial(joins, reach=reach), partial(joins, reach=priority), limit
+                )
                 chosen = [flights[frame] for frame in range(first, end)]
                 for one in chosen:
                     one.state = ACTIVE
@@ -349,6 +357,7 @@ class Fetcher:
             try:
                 content = self._verify(layer.frames, frame, data)
                 del data
+                self._answer(flight, content)  # before the disk gets it: the reader goes on meanwhile
                 self._land(flight, content, self._save(layer, frame, content))
                 del content
             except FormatError as error:
@@ -396,9 +405,24 @@ class Fetcher:
         layer.presence.mark(frame)
         return True
 
+    def _answer(self, flight: Flight, content: bytes) -> None:
+        """Give a checked frame to its waiters; who asks from now on gets it at once."""
+        frame = flight.frame
+        ready: list[Waiter] = []
+        with self._lock:
+            flight.content = content
+            for waiter in flight.waiters:
+                if waiter.left > 0:
+                    waiter.pieces[frame] = content
+                    waiter.left -= 1
+                    if waiter.left == 0:
+                        ready.append(waiter)
+            flight.waiters.clear()
+        for waiter in ready:
+            waiter.complete()
+
     def _land(self, flight: Flight, content: bytes, stored: bool) -> None:
         layer, frame = flight.layer, flight.frame
-        ready: list[Waiter] = []
         with self._lock:
             layer.flights.pop(frame, None)
             if flight.priority == DEMAND:
@@ -409,14 +433,6 @@ class Fetcher:
                 self._remember(layer, frame, content)
             elif self._memory and (old := self._memory.pop((id(layer), frame), None)) is not None:
                 self._memory_bytes -= len(old[1])
-            for waiter in flight.waiters:
-                if waiter.left > 0:
-                    waiter.pieces[frame] = content
-                    waiter.left -= 1
-                    if waiter.left == 0:
-                        ready.append(waiter)
-        for waiter in ready:
-            waiter.complete()
 
     def _remember(self, layer: FetchLayer, frame: int, content: bytes) -> None:
         """Keep a frame that could not be stored; the oldest go when there are too many bytes. Locked."""

@@ -114,13 +114,14 @@ class FutureWaiter(Waiter):
 class Flight:
     """One frame on its way."""
 
-    __slots__ = ("deadline", "frame", "layer", "priority", "rounds", "state", "tried", "useless", "waiters")
+    __slots__ = ("content", "deadline", "frame", "layer", "priority", "rounds", "state", "tried", "useless", "waiters")
 
     def __init__(self, layer: FetchLayer, frame: int, priority: int) -> None:
         self.layer = layer
         self.frame = frame
         self.priority = priority
         self.state = QUEUED
+        self.content: bytes | None = None  # checked, and being written to the disk
         self.waiters: list[Waiter] = []
         self.deadline = 0.0
         self.rounds = 0

@@ -8,17 +8,19 @@ Read-ahead knows where large files begin and end (:class:`Extents`), so it never
 * *Streams*: a reader that goes forward through a file gets a window of frames ahead of it. The window doubles with every
   step that finds its frames already there or on their way, up to a limit, and collapses when the reader jumps.
 * *Density*: page faults of a large program come in any order. Around a missing frame, the largest aligned block of
-  2, 4, 8, ... frames of the same file in which at least half have been asked for is completed. So at most as much is
+  4, 8, ... frames of the same file in which at least half have been asked for is completed. So at most as much is
   fetched on a guess as was asked for, and a random reader of a few frames causes nothing.
-* *Neighbours*: small files share frames, and those next to each other in the tar are often read one after the other. When
-  frames are demanded in sequence the next few are fetched too, on a budget: guesses that nobody has used yet may amount
-  to ``waste`` of the compressed bytes demanded so far, so bytes fetched stay below (1 + waste) times those needed.
+* *Whole files*: a file of a few frames is fetched whole when it is first read; a shared library is read in jumps, and
+  each would cost a round trip.
+* *Neighbours*: small files share frames, and files that are read together lie together in the tar. Of the frames that a
+  series of real commands asked for, four in five were followed in the tar by another that was asked for sooner or later.
+  So with a frame the next two are fetched, and more where frames are demanded in sequence, on a :class:`Budget`.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
@@ -29,6 +31,10 @@ from weenv.layer.toc import FILE, FLAG_SPARSE, NO_DATA, Toc
 
 _MAX_STREAMS: Final = 32
 """Streams remembered per layer; the least recently used one goes."""
+_RUN_MIN: Final = 2
+"""Frames fetched after one that small files share."""
+_RUN_MAX: Final = 16
+"""The same where frames are demanded in sequence."""
 
 
 def offsets(sizes: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> array[int]:
@@ -80,18 +86,39 @@ class Extents:
         return 0, 0
 
 
-def span(frame: int, starts: array[int], wanted: Callable[[int], bool], limit: int) -> tuple[int, int]:
+def span(
+    frame: int, starts: array[int], wanted: Callable[[int], bool], urgent: Callable[[int], bool], limit: int
+) -> tuple[int, int]:
     """``(first, end)`` of one ranged read: ``frame`` and its neighbours that are ``wanted``, at most ``limit`` bytes.
 
-    ``starts`` are the compressed offsets (n + 1 of them). Grows forwards first, so that ``frame`` tends to come first in
-    the answer; backwards only over what fits. Always holds ``frame`` itself, however large it is.
+    ``starts`` are the compressed offsets (n + 1 of them). What comes before ``frame`` delays it, so only ``urgent`` frames
+    are taken there, and only after it has grown forwards. Always holds ``frame`` itself, however large it is.
     """
     first, end, last = frame, frame + 1, len(starts) - 1
     while end < last and starts[end + 1] - starts[first] <= limit and wanted(end):
         end += 1
-    while first > 0 and starts[end] - starts[first - 1] <= limit and wanted(first - 1):
+    while first > 0 and starts[end] - starts[first - 1] <= limit and urgent(first - 1):
         first -= 1
     return first, end
+
+
+@dataclass(slots=True)
+class Budget:
+    """Bounds guesses, all layers together: those nobody has used yet may amount to ``waste`` of the bytes demanded.
+
+    So bytes fetched stay below (1 + waste) times those needed, and ``floor``. Bytes are compressed ones.
+    """
+
+    waste: float = 0.1
+    floor: int = 1 << 20
+    demanded: int = 0
+    """Bytes of the frames that readers have asked for."""
+    guessed: int = 0
+    """Bytes of neighbours fetched on a guess that nobody has asked for yet."""
+
+    def left(self) -> int:
+        """Bytes that may be guessed now."""
+        return self.floor + int(self.waste * self.demanded) - self.guessed
 
 
 @dataclass(slots=True)
@@ -106,7 +133,7 @@ class _Stream:
 
 
 class ReadAhead:
-    """Read-ahead decisions for one layer. Not thread-safe.
+    """Read-ahead decisions for one layer. Not thread-safe: whoever shares a ``budget`` shares a lock.
 
     ``states`` are the frame states of cache/present.py (0: missing); ``planned`` answers whether a frame is on its way.
     """
@@ -120,14 +147,11 @@ class ReadAhead:
         window_min: int = 256 << 10,
         window_max: int = 8 << 20,
         block_max: int = 64,
-        waste: float = 0.12,
-        waste_floor: int = 256 << 10,
+        whole_max: int = 1 << 20,
+        budget: Budget | None = None,
     ) -> None:
         self.extents = Extents.none()
-        self.demanded_bytes = 0
-        """Compressed bytes of the frames that readers have asked for."""
-        self.guessed_bytes = 0
-        """Compressed bytes of neighbours fetched on a guess that nobody has asked for yet."""
+        self.budget = budget or Budget()
         self._starts = starts
         self._states = states
         self._planned = planned
@@ -137,29 +161,35 @@ class ReadAhead:
         self._window_min = window_min
         self._window_max = window_max
         self._block_max = block_max
-        self._waste = waste
-        self._waste_floor = waste_floor
+        self._whole_max = whole_max
         self._run_end = -1  # small files: where the last demand ended
-        self._run_window = 0
+        self._run_window = _RUN_MIN
 
     def observe(self, first: int, end: int) -> list[int]:
         """A reader asks for frames ``[first, end)``: which others to fetch as well, in the order to fetch them."""
         asked = self._asked
         fresh = asked.find(0, first, end) >= 0
+        starts = self._starts
         if fresh:
-            starts = self._starts
+            budget = self.budget
             for frame in range(first, end):
                 if not asked[frame]:
                     asked[frame] = 1
                     size = starts[frame + 1] - starts[frame]
-                    self.demanded_bytes += size
+                    budget.demanded += size
                     if frame in self._guessed:
                         self._guessed.discard(frame)
-                        self.guessed_bytes -= size
+                        budget.guessed -= size
         low, high = self.extents.file_of(first)
-        if not high:
-            return self._neighbours(first, end) if fresh else []
-        return self._file(low, high, first, end, fresh)
+        if high and starts[high] - starts[low] > self._whole_max:
+            planned = self._file(low, high, first, end, fresh)
+        elif not fresh:
+            return []
+        elif high:
+            planned = self._wanted(low, high) + self._neighbours(first, max(end, high))
+        else:
+            return self._neighbours(first, end)
+        return [frame for frame in planned if not first <= frame < end]
 
     def _wanted(self, low: int, high: int) -> list[int]:
         states, planned = self._states, self._planned
@@ -213,25 +243,22 @@ class ReadAhead:
         return self._wanted(*best) if best[1] - best[0] >= 4 else []
 
     def _neighbours(self, first: int, end: int) -> list[int]:
-        """Frames after ``[first, end)`` where small files are read in stream order, as far as the budget goes."""
-        if not self._run_end - 1 <= first <= self._run_end + self._run_window:
-            self._run_end, self._run_window = end, 0
-            return []
-        self._run_end = max(self._run_end, end)
-        self._run_window = min(max(1, self._run_window * 2), 16)
-        budget = self._waste_floor + int(self._waste * self.demanded_bytes) - self.guessed_bytes
+        """Frames after ``[first, end)`` that small files share, as far as the budget goes."""
+        if self._run_end - 1 <= first <= self._run_end + self._run_window:
+            self._run_end = max(self._run_end, end)
+            self._run_window = min(self._run_window * 2, _RUN_MAX)
+        else:
+            self._run_end, self._run_window = end, _RUN_MIN
+        left = self.budget.left()
         wanted: list[int] = []
         starts = self._starts
-        stop = min(self._run_end + self._run_window, len(self._states))
-        index = bisect_left(self.extents.first, self._run_end)
-        if index < len(self.extents.first):
-            stop = min(stop, self.extents.first[index])
-        for frame in self._wanted(self._run_end, stop):
+        for frame in self._wanted(self._run_end, min(self._run_end + self._run_window, len(self._states))):
+            low, high = self.extents.file_of(frame)
             size = starts[frame + 1] - starts[frame]
-            if size > budget:
+            if size > left or (high and starts[high] - starts[low] > self._whole_max):
                 break
-            budget -= size
+            left -= size
             self._guessed.add(frame)
-            self.guessed_bytes += size
+            self.budget.guessed += size
             wanted.append(frame)
         return wanted

@@ -22,7 +22,7 @@ unknown or wrong setting is an error that names it. Times are in seconds, sizes 
 
 TABLES: list[tuple[str, type[Any], set[str], str]] = [
     ("snapshotter", SnapshotterConfig, {"registry"}, "`weenv snapshotter serve`."),
-    ("registry", RegistryConfig, {"mirrors"}, "How registries are reached, by both daemons."),
+    ("registry", RegistryConfig, set(), "How registries are reached, by both daemons."),
     ("blobfs", BlobfsConfig, {"fill"}, "`weenv blobfs serve`."),
     ("blobfs.fill", FillConfig, set(), "Fetching the rest of a layer when nobody needs the machine."),
 ]

@@ -266,8 +266,12 @@ class RegistryClient:
             "HEAD", host, f"/v2/{repository}/blobs/{digest}", what=f"blob {digest}", scope=scope_of(repository),
             accept=frozenset({200, 404}),
         )  # fmt: skip
+        if status == 404:
+            return None
         length = headers.get("content-length", "")
-        return int(length) if status == 200 and length.isascii() and length.isdigit() else None
+        if not (length.isascii() and length.isdigit()):
+            raise SourceError(f"{host} does not say how large {digest} is")
+        return int(length)
 
 
 async def read_bounded(answer: aiohttp.ClientResponse, limit: int, what: str) -> bytes:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ipaddress
 import ssl
 import urllib.request
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from weenv.core.errors import ConfigError
@@ -45,8 +45,6 @@ class RegistryConfig:
     """Response bytes buffered before the socket is left alone: large, so that few wake-ups are needed per byte."""
     docker_config: str = ""
     """A docker ``config.json``, or empty for the usual places (see credentials.py)."""
-    mirrors: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Reserved: hosts to ask before the named one."""
 
     def __post_init__(self) -> None:
         for host in (*self.plain_http, *self.tls):

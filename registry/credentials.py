@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weenv.core.errors import ConfigError, UnauthorizedError
-from weenv.registry.reference import DEFAULT_HOST
+from weenv.registry.reference import is_hub
 
 MAX_CONFIG = 4 << 20
 HELPER_TIMEOUT = 30.0
@@ -63,7 +63,7 @@ def config_paths(explicit: str = "") -> list[str]:
 
 
 def _keys(host: str) -> list[str]:
-    if host == DEFAULT_HOST:
+    if is_hub(host):
         return [_HUB_KEY, "index.docker.io", "docker.io", "registry-1.docker.io"]
     return [host]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from http.cookiejar import DefaultCookiePolicy
 from typing import Any, BinaryIO
 from urllib.parse import urlsplit
 
@@ -85,6 +86,9 @@ class _Adapter(HTTPAdapter):
     def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
         super().init_poolmanager(*args, **kwargs, ssl_context=self._context, blocksize=BLOCK)
 
+    def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
+        return super().proxy_manager_for(proxy, **kwargs, ssl_context=self._context, blocksize=BLOCK)
+
 
 class _Session(requests.Session):
     """Follows redirects like requests (which drops Authorization for another host), but never from TLS to plain HTTP."""
@@ -93,6 +97,8 @@ class _Session(requests.Session):
         super().__init__()
         self.trust_env = False  # ~/.netrc; proxies are given per request instead
         self.max_redirects = MAX_HOPS
+        # Some registries take a cookie for a browser and then want CSRF tokens.
+        self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
         self.headers.clear()
         self.headers.update({"User-Agent": USER_AGENT, "Accept-Encoding": "identity", "Accept": "*/*"})
         self._config = config

@@ -117,6 +117,11 @@ class LayoutLocation:
 Location = Reference | LayoutLocation
 
 
+def is_hub(host: str) -> bool:
+    """True for all names of Docker Hub."""
+    return host in _HUB_ALIASES
+
+
 def api_host(host: str) -> str:
     """The host that serves the API of the registry named ``host``: differs for Docker Hub only."""
     return _HUB_API if host in _HUB_ALIASES else host

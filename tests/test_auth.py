@@ -129,7 +129,8 @@ def test_inline_credentials() -> None:
             }
         ).encode()
     )
-    assert config.inline("docker.io") == Credential("hub", "pw:with:colons")
+    for name in ("docker.io", "registry-1.docker.io", "index.docker.io"):
+        assert config.inline(name) == Credential("hub", "pw:with:colons")
     assert config.inline("r.example:5000") == Credential("me", "secret")
     assert config.inline("r.example") is ANONYMOUS
     assert config.inline("old.example") == Credential("u", "p")

@@ -90,7 +90,7 @@ def from_tables(tables: dict[str, Any], **overrides: Any) -> SnapshotterConfig:
 
 def registry_config(tables: dict[str, Any]) -> RegistryConfig:
     """The ``[registry]`` table, which both daemons read. Raises :class:`ConfigError`."""
-    return settings.build(RegistryConfig, tables.get("registry", {}), "registry", skip=frozenset({"mirrors"}))
+    return settings.build(RegistryConfig, tables.get("registry", {}), "registry")
 
 
 def load(path: str = settings.DEFAULT_CONFIG, **overrides: Any) -> SnapshotterConfig:

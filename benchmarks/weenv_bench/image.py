@@ -286,7 +286,7 @@ def recipe(quick: bool) -> Recipe:
         ),
         agent="/opt/agent/node_modules/@esbuild/linux-x64/bin/esbuild" if quick
         else "/opt/agent/node_modules/@anthropic-ai/claude-code-linux-x64/claude",
-        evaluator_import="import inspect_ai" if quick else "import swebench",
+        evaluator_import="import inspect_ai" if quick else "import datasets, swebench.harness.run_evaluation",
         tests="sympy/core/tests/test_basic.py sympy/core/tests/test_expr.py",
         short_tests="sympy/core/tests/test_basic.py",
         compile="" if quick else COMPILE,

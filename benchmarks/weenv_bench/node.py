@@ -11,11 +11,13 @@ import json
 import os
 import secrets
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from types import TracebackType
+from typing import Any
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))), "integration"))
 
@@ -185,6 +187,15 @@ class Node:
     def daemons(self) -> dict[str, int]:
         """Process ids by name."""
         return {process.name: process.pid for process in self._processes}
+
+    def blobfs_status(self) -> dict[str, Any]:
+        """What blobfs says of itself."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            connection.connect(f"{self.directory}/w/blobfs.sock")
+            data = b""
+            while block := connection.recv(1 << 16):
+                data += block
+        return dict(json.loads(data))
 
     def weenv_pids(self) -> list[int]:
         """Every process of the two daemons, helpers included."""

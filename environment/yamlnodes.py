@@ -1,0 +1,157 @@
+"""Walking a YAML document by its nodes, so that every fault is told with its line and column.
+
+Nothing is constructed from tags: scalars are text, and each reader below says what text it takes. Aliases are allowed,
+recursion and expansion beyond :data:`MAX_NODES` are not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import TypeVar
+
+import yaml
+
+from weenv.core.errors import FormatError
+
+T = TypeVar("T")
+
+MAX_BYTES = 64 << 20
+"""A plan's text; patches and file contents stand in it."""
+MAX_NODES = 200_000
+MAX_DEPTH = 32
+
+_SUFFIXES = {
+    "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
+    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
+}  # fmt: skip
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGT]i?|)\Z", re.ASCII)
+_CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m?)\Z", re.ASCII)
+
+
+class PlanError(FormatError):
+    """A fault in a plan. ``line`` and ``column`` count from 1; 0 where the fault has no place."""
+
+    def __init__(self, message: str, *, where: str = "", line: int = 0, column: int = 0, hint: str = "") -> None:
+        place = f"{where}:{line}:{column}" if line else where
+        super().__init__(message, member=place, hint=hint)
+        self.line = line
+        self.column = column
+
+
+class Document:
+    """One YAML document. ``where`` is what messages call it."""
+
+    def __init__(self, text: str | bytes, where: str) -> None:
+        self.where = where
+        if len(text) > MAX_BYTES:
+            raise PlanError(f"larger than {MAX_BYTES >> 20} MiB", where=where)
+        try:
+            node = yaml.compose(text, Loader=yaml.SafeLoader)
+        except yaml.MarkedYAMLError as error:
+            mark = error.problem_mark or error.context_mark
+            line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+            raise PlanError(f"not YAML: {error.problem or error.context}", where=where, line=line, column=column) from error
+        except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
+            raise PlanError(f"not YAML: {' '.join(str(error).split())[:200]}", where=where) from error
+        if node is None:
+            raise PlanError("the document is empty", where=where, hint="see docs/plans.md for an example")
+        self._check(node)
+        self.root = node
+
+    def _check(self, root: yaml.Node) -> None:
+        """Bound the document as it is once every alias is written out."""
+        count = 0
+        stack: list[tuple[yaml.Node, frozenset[int]]] = [(root, frozenset())]
+        while stack:
+            node, above = stack.pop()
+            count += 1
+            if id(node) in above:
+                raise self.error(node, "an alias within what it stands for (a cycle)")
+            if count > MAX_NODES or len(above) > MAX_DEPTH:
+                raise self.error(node, "too large or too deeply nested")
+            below = above | {id(node)}
+            if isinstance(node, yaml.SequenceNode):
+                stack.extend((item, below) for item in node.value)
+            elif isinstance(node, yaml.MappingNode):
+                stack.extend((item, below) for pair in node.value for item in pair)
+
+    def error(self, node: yaml.Node, message: str, hint: str = "") -> PlanError:
+        """A fault at a node."""
+        mark = node.start_mark
+        return PlanError(message, where=self.where, line=mark.line + 1, column=mark.column + 1, hint=hint)
+
+    def line(self, node: yaml.Node) -> int:
+        """The line a node begins in, from 1."""
+        return int(node.start_mark.line) + 1
+
+    # -- readers: each takes a node and what to call it --------------------------------------------------------------
+
+    def mapping(self, node: yaml.Node, name: str, known: frozenset[str] | None = None) -> dict[str, yaml.Node]:
+        """The fields of a mapping; unknown and repeated ones are faults."""
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{name} must be a mapping")
+        fields: dict[str, yaml.Node] = {}
+        for key, value in node.value:
+            text = self.string(key, f"a key of {name}")
+            if text in fields:
+                raise self.error(key, f"{text!r} stands twice in {name}")
+            if known is not None and text not in known:
+                raise self.error(key, f"unknown field {text!r} in {name}", f"known: {', '.join(sorted(known))}")
+            fields[text] = value
+        return fields
+
+    def sequence(self, node: yaml.Node, name: str, item: Callable[[yaml.Node, str], T]) -> tuple[T, ...]:
+        """A list, each item read by ``item``."""
+        if not isinstance(node, yaml.SequenceNode):
+            raise self.error(node, f"{name} must be a list")
+        return tuple(item(value, f"{name}[{number}]") for number, value in enumerate(node.value))
+
+    def string(self, node: yaml.Node, name: str) -> str:
+        """Any scalar but null, as it is written."""
+        if not isinstance(node, yaml.ScalarNode) or node.tag == "tag:yaml.org,2002:null":
+            raise self.error(node, f"{name} must be a string")
+        text = str(node.value)
+        if "\0" in text:
+            raise self.error(node, f"{name} holds a NUL")
+        return text
+
+    def strings(self, node: yaml.Node, name: str) -> tuple[str, ...]:
+        """A list of strings."""
+        return self.sequence(node, name, self.string)
+
+    def table(self, node: yaml.Node, name: str) -> dict[str, str]:
+        """A mapping of strings."""
+        return {key: self.string(value, f"{name}.{key}") for key, value in self.mapping(node, name).items()}
+
+    def integer(self, node: yaml.Node, name: str, low: int, high: int) -> int:
+        """A decimal number in a range."""
+        text = self.string(node, name)
+        if not (text.isascii() and text.isdigit() and len(text) < 20 and low <= int(text) <= high):
+            raise self.error(node, f"{name} must be a number from {low} to {high}, not {text[:40]!r}")
+        return int(text)
+
+    def mode(self, node: yaml.Node, name: str) -> int:
+        """Permission bits, octal as chmod takes them: ``0755``, ``755`` or ``"0o755"``."""
+        text = self.string(node, name).removeprefix("0o")
+        if not re.fullmatch(r"[0-7]{3,5}", text) or int(text, 8) > 0o7777:
+            raise self.error(node, f"{name} must be an octal mode such as 0755, not {text[:40]!r}")
+        return int(text, 8)
+
+    def cores(self, node: yaml.Node, name: str) -> float:
+        """CPUs: ``2``, ``0.5`` or ``500m``."""
+        text = self.string(node, name)
+        match = _CORES.match(text)
+        value = float(match[1]) / (1000 if match[2] else 1) if match else 0.0
+        if not 0 < value <= 1024:
+            raise self.error(node, f"{name} must be a number of CPUs such as 2, 0.5 or 500m, not {text[:40]!r}")
+        return value
+
+    def size(self, node: yaml.Node, name: str) -> float:
+        """Bytes: a number, or one with a suffix such as ``512Mi`` or ``2G``."""
+        text = self.string(node, name)
+        match = _QUANTITY.match(text)
+        value = float(match[1]) * _SUFFIXES[match[2]] if match and match[2] in _SUFFIXES else 0.0
+        if not 1 <= value < 2**63:
+            raise self.error(node, f"{name} must be a size such as 512Mi or 2Gi, not {text[:40]!r}")
+        return float(int(value))

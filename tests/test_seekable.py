@@ -86,4 +86,4 @@ def test_another_implementation_reads_it() -> None:
         for offset in range(0, len(tar), 40_000):
             file.seek(offset)
             assert file.read(1000) == tar[offset : offset + 1000]
-        assert len(layer.toc.frames) + 1 == file.seek_table_info["frames_count"]
+        assert len(layer.toc.frames) + 1 == file.seek_table_info[0]

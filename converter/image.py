@@ -11,8 +11,8 @@
 The name is published last, so an interrupted run leaves unreferenced blobs at most, and what it converted is found
 by the next one (remember.py).
 
-Shared state, all on the event loop: ``_flights`` (a layer digest is worked on once, whoever asks), ``_done`` (its
-outcome). Threads only touch files of their own.
+Shared state, all on the event loop: ``_layers`` and ``_copies`` hold one task for each digest, whoever asks for it and
+however often; they are cancelled and awaited before anything temporary is removed. Threads only touch files of their own.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 from weenv.converter.endpoints import LayoutEnd, RegistryEnd, open_ends
 from weenv.converter.options import (
@@ -39,7 +40,7 @@ from weenv.converter.options import (
 from weenv.converter.pipeline import encode_file
 from weenv.converter.remember import Memory, Remembered
 from weenv.core import digest as digests
-from weenv.core.aio import SingleFlight, gather_all
+from weenv.core.aio import gather_all
 from weenv.core.errors import FormatError, SourceError, UnsupportedError, VerificationError
 from weenv.layer.encode import EncodedLayer
 from weenv.layer.verify import MEDIA_TYPE, LayerDescriptor, parse_annotations, verify_tail
@@ -58,6 +59,8 @@ from weenv.registry.manifest import (
 )
 from weenv.registry.reference import Reference, parse_location
 from weenv.registry.threads import in_thread
+
+T = TypeVar("T")
 
 MAX_INDEX_DEPTH = 4
 REFERENCE_DIGEST = "vnd.docker.reference.digest"
@@ -102,10 +105,32 @@ async def convert_image(src: str, dst: str, *, options: ConvertOptions | None = 
         if options.source_hint and isinstance(destination_location, Reference):
             hint = (destination_location.host, destination_location.repository)
         work = _Conversion(source, destination, options, hint)
+        stack.push_async_callback(work.close)
         data, descriptor = await source.root()
         new, root = await work.document(data, descriptor, 0)
         await destination.publish(root, new)
     return ConvertResult(src, dst, new, tuple(work.manifests), tuple(work.layers), time.monotonic() - began)
+
+
+class _Once(Generic[T]):
+    """One task for each key; unlike a single flight, its result is kept, and nobody's cancellation ends it but close."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[T]] = {}
+
+    async def do(self, key: str, start: Callable[[], Coroutine[Any, Any, T]]) -> tuple[T, bool]:
+        """The result of ``start()`` for that key, and whether this call began it."""
+        task = self._tasks.get(key)
+        first = task is None
+        if task is None:
+            task = self._tasks[key] = asyncio.get_running_loop().create_task(start())
+        return await asyncio.shield(task), first
+
+    async def close(self) -> None:
+        """Cancel what still runs and wait for it."""
+        for task in self._tasks.values():
+            task.cancel()
+        await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
 class _Conversion:
@@ -118,15 +143,18 @@ class _Conversion:
         self._options = options
         self._hint = hint
         self._memory = Memory(options.cache_dir, options.target, options.level)
-        self._flights: SingleFlight[str, _Outcome] = SingleFlight()
-        self._copies: SingleFlight[str, None] = SingleFlight()
-        self._done: dict[str, _Outcome] = {}
-        self._begun: set[str] = set()
+        self._layers: _Once[_Outcome] = _Once()
+        self._copies: _Once[None] = _Once()
         self._encoding = asyncio.Semaphore(options.jobs)
         # Spooled layers take disk: fetch at most one ahead of the encoders.
         self._spooled = asyncio.Semaphore(options.jobs + 1)
         self.manifests: list[ManifestResult] = []
         self.layers: list[LayerResult] = []
+
+    async def close(self) -> None:
+        """End what is under way."""
+        await self._layers.close()
+        await self._copies.close()
 
     # -- documents ----------------------------------------------------------------------------------------------
 
@@ -219,13 +247,9 @@ class _Conversion:
     # -- layers -------------------------------------------------------------------------------------------------
 
     async def _layer(self, layer: Descriptor, diff_id: str) -> _Outcome:
-        outcome = self._done.get(layer.digest)
-        if outcome is None:
-            mine = layer.digest not in self._begun
-            self._begun.add(layer.digest)
-            outcome = await self._flights.do(layer.digest, lambda: self._work(layer, diff_id))
-            self._done[layer.digest] = shared = replace(outcome, seconds=0.0)
-            outcome = outcome if mine else shared
+        outcome, first = await self._layers.do(layer.digest, lambda: self._work(layer, diff_id))
+        if not first:
+            outcome = replace(outcome, seconds=0.0)
         if outcome.layer is not None and outcome.diff_id != diff_id:
             # Two images list one layer under two diffIDs: one of them is wrong, and it is not to be made worse.
             await self._copy(layer)

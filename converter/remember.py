@@ -8,6 +8,7 @@ a wrong one costs a conversion, never a wrong image: the diffID that it states i
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 from dataclasses import asdict, dataclass
@@ -20,7 +21,7 @@ from weenv.core.errors import WeenvError
 from weenv.layer.verify import LayerDescriptor
 
 FORMAT = 1
-"""Raised whenever the encoder writes other bytes for the same stream and parameters."""
+"""To be raised when the encoder writes other bytes for the same stream and parameters within one release."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,7 @@ class Memory:
             directory = os.path.join(base, "weenv", "converted")
         self._directory = directory
         version = ".".join(str(part) for part in zstandard.ZSTD_VERSION)
-        self._salt = f"{FORMAT} {target} {level} zstd-{version}"
+        self._salt = f"{FORMAT} {_release()} {target} {level} zstd-{version}"
 
     def _path(self, digest: str) -> str:
         key = digests.hex_of(digests.sha256(f"{self._salt} {digests.check_digest(digest)}".encode()))
@@ -72,3 +73,10 @@ class Memory:
         with contextlib.suppress(OSError):
             os.makedirs(self._directory, mode=0o700, exist_ok=True)
             write_atomic(self._path(digest), json.dumps(raw).encode(), durable=False)
+
+
+def _release() -> str:
+    try:
+        return importlib.metadata.version("weenv")
+    except importlib.metadata.PackageNotFoundError:  # run from a checkout that is not installed
+        return ""

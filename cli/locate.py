@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform as machine
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -13,13 +12,11 @@ from weenv.layer.decode import ReadAt
 from weenv.layer.verify import LayerDescriptor, is_annotated, parse_annotations
 from weenv.plugin.snapshotter.layerdir import Origin
 from weenv.registry.client import RegistryClient
+from weenv.registry.groupref.resolve import choose, this_platform
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import Descriptor, Index, Manifest, parse_manifest
 from weenv.registry.reference import LayoutLocation, Reference, parse_location
 from weenv.registry.source import BlobSource, open_source
-
-ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
-"""``uname -m`` to OCI's names (those of Go's GOARCH)."""
 
 
 @dataclass(slots=True)
@@ -31,12 +28,6 @@ class FoundLayer:
     source: BlobSource
     origin: Origin
     promised: LayerDescriptor | None
-
-
-def here() -> str:
-    """The platform of this machine, as OCI writes it."""
-    arch = machine.machine()
-    return f"linux/{ARCHITECTURES.get(arch, arch)}"
 
 
 async def find_layers(client: RegistryClient, text: str, platform: str = "") -> list[FoundLayer]:
@@ -75,7 +66,7 @@ def _from_layout(client: RegistryClient, location: LayoutLocation, platform: str
     descriptor = layout.resolve(location.tag, location.digest)
     parsed = parse_manifest(layout.read_blob(descriptor), descriptor.media_type)
     if isinstance(parsed, Index):
-        descriptor = choose(parsed, platform or here(), text)
+        descriptor = choose(parsed, platform or this_platform(), text)
         parsed = parse_manifest(layout.read_blob(descriptor), descriptor.media_type)
     return [_found(client, layer, origin, text) for layer in _image(parsed, text).layers]
 
@@ -106,23 +97,10 @@ async def _from_registry(client: RegistryClient, reference: Reference, platform:
         return [FoundLayer(text, reference.digest, open_source(client, origin, reference.digest, size), origin, None)]
     parsed = parse_manifest(data, descriptor.media_type)
     if isinstance(parsed, Index):
-        chosen = choose(parsed, platform or here(), text)
+        chosen = choose(parsed, platform or this_platform(), text)
         data, descriptor = await client.get_manifest(reference.with_digest(chosen.digest))
         parsed = parse_manifest(data, descriptor.media_type)
     return [_found(client, layer, origin, text) for layer in _image(parsed, text).layers]
-
-
-def choose(index: Index, platform: str, text: str) -> Descriptor:
-    """The manifest of an index for a platform such as ``linux/amd64``. Raises NotFoundInSource."""
-    names = []
-    for descriptor in index.manifests:
-        name = descriptor.platform_name
-        if name == platform or name.startswith(platform + "/"):
-            return descriptor
-        names.append(name)
-    raise NotFoundInSource(
-        f"{text} has nothing for {platform}", hint=f"choose with --platform: {', '.join(sorted(set(names)))}"
-    )
 
 
 def _image(parsed: Manifest | Index, text: str) -> Manifest:

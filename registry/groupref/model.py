@@ -6,13 +6,13 @@ image can stand in for a group; its kind is then empty.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
 from weenv.core.digest import chain_id
 from weenv.core.errors import FormatError, UnsupportedError
-from weenv.registry.jsonsplice import parse_object
-from weenv.registry.manifest import MAX_CONFIG, Manifest, parse_config
+from weenv.registry.manifest import Manifest, parse_config
 
 ARTIFACT_TYPE = "application/vnd.weenv.group.v1"
 """``artifactType`` of a group's manifest (image-spec manifest.md)."""
@@ -43,8 +43,8 @@ class LayerRef:
 class ResolvedGroup:
     """What a reference means: the manifest's digest and the layers, bottom first, with the place that holds them.
 
-    ``host`` and ``repository`` are where the blobs can be had (``host`` as one connects to it); ``config`` is the image
-    config as parsed JSON; ``kind`` is empty for a plain image.
+    ``host`` and ``repository`` are where the blobs can be had (``host`` as one connects to it); ``config_text`` is the
+    image config as it is in the registry; ``kind`` is empty for a plain image.
     """
 
     reference: str
@@ -52,10 +52,16 @@ class ResolvedGroup:
     repository: str
     digest: str
     layers: tuple[LayerRef, ...]
-    config: dict[str, Any]
+    config_text: str
     annotations: dict[str, str] = field(default_factory=dict)
     kind: str = ""
     version: str = ""
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The image config, parsed (image-spec config.md)."""
+        value: dict[str, Any] = json.loads(self.config_text)
+        return value
 
     @property
     def diff_ids(self) -> list[str]:
@@ -82,7 +88,6 @@ def read_group(reference: str, host: str, repository: str, digest: str, manifest
         raise FormatError(
             f"its config lists {len(parsed.diff_ids)} layers, its manifest {len(manifest.layers)}", member=reference
         )
-    _, raw = parse_object(config, f"{reference}: config", MAX_CONFIG)
     layers = tuple(
         LayerRef(layer.digest, layer.size, layer.media_type, diff_id, dict(layer.annotations))
         for layer, diff_id in zip(manifest.layers, parsed.diff_ids, strict=True)
@@ -96,7 +101,7 @@ def read_group(reference: str, host: str, repository: str, digest: str, manifest
         repository,
         digest,
         layers,
-        raw,
+        config.decode(),
         dict(manifest.annotations),
         kind,
         manifest.annotations.get(VERSION, ""),

@@ -251,7 +251,10 @@ class SimulatedRegistry:
         if found is None:
             body = json.dumps({"errors": [{"code": "MANIFEST_UNKNOWN", "message": "no such manifest"}]})
             return web.Response(status=404, text=body, content_type="application/json")
-        return web.Response(body=found[1], content_type=found[0])
+        etag = f'"sha256:{hashlib.sha256(found[1]).hexdigest()}"'
+        if request.headers.get("If-None-Match") == etag:
+            return web.Response(status=304, headers={"ETag": etag})
+        return web.Response(body=found[1], content_type=found[0], headers={"ETag": etag})
 
     async def _blob(self, request: web.Request) -> web.StreamResponse:
         self._record("registry", request)

@@ -193,18 +193,15 @@ class _Conversion:
         return _described(data, OCI_INDEX), data
 
     async def _manifest(self, manifest: Manifest, old: Descriptor, platform: str) -> tuple[Descriptor, bytes]:
-        reason = ""
         if not manifest.is_image:
-            reason = "not a container image"
-        elif self._options.platforms and platform and platform not in self._options.platforms:
-            reason = "platform not asked for"
-        if reason:
-            await gather_all(self._copy(manifest.config), *(self._copy(layer) for layer in manifest.layers))
-            self.manifests.append(ManifestResult(platform, old, old, reason))
-            return replace(old, media_type=manifest.media_type), manifest.data
+            return await self._as_it_is(manifest, old, platform, "not a container image")
+        if self._options.platforms and platform and platform not in self._options.platforms:
+            return await self._as_it_is(manifest, old, platform, "platform not asked for")
         config_data = await self._source.small(manifest.config, MAX_CONFIG)
         config = parse_config(config_data, f"config of {old.digest}")
         platform = platform or "/".join(part for part in (config.os, config.architecture) if part)
+        if config.os not in ("", "linux"):
+            return await self._as_it_is(manifest, old, platform, f"an image for {config.os}")
         if len(config.diff_ids) != len(manifest.layers):
             raise FormatError(
                 f"its config lists {len(config.diff_ids)} diffIDs for {len(manifest.layers)} layers", member=old.digest
@@ -238,6 +235,11 @@ class _Conversion:
         self.manifests.append(ManifestResult(platform, old, new_manifest))
         return new_manifest, data
 
+    async def _as_it_is(self, manifest: Manifest, old: Descriptor, platform: str, reason: str) -> tuple[Descriptor, bytes]:
+        await gather_all(self._copy(manifest.config), *(self._copy(layer) for layer in manifest.layers))
+        self.manifests.append(ManifestResult(platform, old, old, reason))
+        return replace(old, media_type=manifest.media_type), manifest.data
+
     def _new_descriptor(self, old: Descriptor, layer: LayerDescriptor) -> Descriptor:
         kept = {key: value for key, value in old.annotations.items() if not key.startswith(_STALE)}
         hint = self._hint if self._hint is not None else layer.source
@@ -269,6 +271,8 @@ class _Conversion:
         return replace(outcome, seconds=time.monotonic() - began)
 
     async def _convert(self, layer: Descriptor, diff_id: str) -> _Outcome:
+        if not layer.compression:
+            return await self._copied(layer, f"not a tar layer: {layer.media_type[:100]}")
         if layer.foreign:
             return await self._copied(layer, "a layer that is not to be redistributed")
         ours = await self._already(layer, diff_id)

@@ -158,11 +158,11 @@ class Manifest:
 
     @property
     def is_image(self) -> bool:
-        """True for a container image: an image config, and layers that are tars."""
+        """True for a container image: an image config, and layers that are tars (one at least, if there are any)."""
         return (
             self.config.media_type in (OCI_CONFIG, DOCKER_CONFIG)
             and not self.artifact_type
-            and all(layer.compression for layer in self.layers)
+            and (not self.layers or any(layer.compression for layer in self.layers))
         )
 
     def with_layers(self, layers: dict[int, Descriptor]) -> bytes:

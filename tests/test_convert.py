@@ -296,6 +296,29 @@ async def test_an_image_that_stays_as_it_is_keeps_its_digest(rig: Rig) -> None:
         assert rig.out.read_blob(rig.out.resolve("v1")) == rig.source.layout.read_blob(old)
 
 
+async def test_layers_that_are_no_tars_are_copied(rig: Rig) -> None:
+    sealed = rig.source.blob(b"sealed", "application/vnd.oci.image.layer.v1.tar+gzip+encrypted")
+    rig.source.diff_ids[sealed.digest] = digest_of(b"")
+    rig.source.image([rig.source.layer(TARS[0]), sealed], "v1")
+    result = await rig.convert()
+    assert [layer.status for layer in result.layers] == [CONVERTED, COPIED]
+    assert result.layers[1].reason.startswith("not a tar layer: application/vnd.oci") and result.layers[1].new == sealed
+    rig.out.verify_blob(sealed)
+
+
+async def test_images_for_other_systems_are_copied(rig: Rig) -> None:
+    old = rig.source.image([rig.source.layer(TARS[0])])
+    manifest = load(rig.source.layout, old)
+    assert isinstance(manifest, Manifest)
+    config = json.loads(rig.source.layout.read_blob(manifest.config)) | {"os": "windows"}
+    other = rig.source.blob(json.dumps(config).encode(), OCI_CONFIG)
+    body = json.loads(manifest.text) | {"config": other.to_json()}
+    rig.source.layout.set_tag(rig.source.blob(json.dumps(body).encode(), OCI_MANIFEST), "v1")
+    result = await rig.convert()
+    assert [m.reason for m in result.manifests] == ["an image for windows"] and result.layers == ()
+    assert result.descriptor.digest == rig.source.layout.resolve("v1").digest
+
+
 async def test_layers_elsewhere_are_left_there(rig: Rig) -> None:
     foreign = Descriptor(
         "application/vnd.oci.image.layer.nondistributable.v1.tar+gzip", digest_of(b"far"), 3, urls=("https://far.example/x",)

@@ -255,6 +255,24 @@ async def test_redirect_loop_ends() -> None:
         assert len(sim.seen) == 11
 
 
+async def test_everything_expires_all_the_time() -> None:
+    """Tokens and URLs that live a moment, every fifth answer a 429: no read fails (as some registries are in practice)."""
+    async with SimulatedRegistry(redirect_blobs=True, auth="bearer", token_lifetime=0.3, url_uses=7) as sim:
+        r = rig(sim)
+        loop = asyncio.get_running_loop()
+        async with r.client:
+            end, reads = loop.time() + 2.0, 0
+            while loop.time() < end or reads < 100:
+                if reads % 5 == 0:
+                    sim.storage_script.append(simulated.status(429, {"Retry-After": "0"}))
+                if reads % 13 == 0:
+                    sim.expire_urls()
+                offset = reads * 1009 % 200_000
+                assert await r.blob.read(offset, 3000) == BLOB[offset : offset + 3000]
+                reads += 1
+        assert sim.count("token") >= 3
+
+
 # -- cancellation and leaks -----------------------------------------------------------------------------------------
 
 

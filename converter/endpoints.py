@@ -45,6 +45,9 @@ class Destination(Protocol):
     scratch: str
     """A directory for files that are handed to :meth:`put`; the destination removes it."""
 
+    def open(self) -> None:
+        """Make it ready to be written to. Raises StorageError, FormatError."""
+
     async def has(self, descriptor: Descriptor, *, mount: bool = True) -> bool:
         """True where the blob is there, or (``mount``) could be brought there without its bytes passing through here."""
 
@@ -103,9 +106,7 @@ class LayoutEnd:
     # as destination
 
     def open(self) -> None:
-        """Make it ready to be written to."""
-        if self.location.digest:
-            raise BadReference(f"{self.location} cannot be written to", hint="name a tag: oci:DIR:TAG")
+        """See :class:`Destination`."""
         self.layout.create()
 
     @property
@@ -196,9 +197,7 @@ class RegistryEnd:
     # as destination
 
     def open(self) -> None:
-        """Make it ready to be written to."""
-        if self.reference.digest:
-            raise BadReference(f"{self.reference} cannot be written to", hint="name a tag: HOST/NAME:TAG")
+        """See :class:`Destination`."""
         try:
             self.scratch = tempfile.mkdtemp(prefix="weenv-convert-", dir=self._scratch_root or None)
         except OSError as error:
@@ -243,7 +242,12 @@ class RegistryEnd:
 def open_ends(
     client: RegistryClient, src: Location, dst: Location, *, scratch_root: str, chunk_size: int
 ) -> tuple[LayoutEnd | RegistryEnd, LayoutEnd | RegistryEnd]:
-    """Source and destination, the latter ready to be written to; the caller closes it. Raises WeenvError."""
+    """Source and destination. The caller opens the latter when it knows what to put there, and closes it.
+
+    Raises :class:`BadReference` for a destination that names a digest.
+    """
+    if dst.digest:
+        raise BadReference(f"{dst} cannot be written to", hint="name a tag: HOST/NAME:TAG or oci:DIR:TAG")
     source: LayoutEnd | RegistryEnd
     destination: LayoutEnd | RegistryEnd
     source = LayoutEnd(src) if isinstance(src, LayoutLocation) else RegistryEnd(client, src)
@@ -253,5 +257,4 @@ def open_ends(
         same = isinstance(src, Reference) and src.host == dst.host and src.repository != dst.repository
         mount_from = src.repository if same and isinstance(src, Reference) else ""
         destination = RegistryEnd(client, dst, mount_from=mount_from, scratch_root=scratch_root, chunk_size=chunk_size)
-    destination.open()
     return source, destination

@@ -107,6 +107,7 @@ async def convert_image(src: str, dst: str, *, options: ConvertOptions | None = 
         work = _Conversion(source, destination, options, hint)
         stack.push_async_callback(work.close)
         data, descriptor = await source.root()
+        await asyncio.to_thread(destination.open)
         new, root = await work.document(data, descriptor, 0)
         await destination.publish(root, new)
     return ConvertResult(src, dst, new, tuple(work.manifests), tuple(work.layers), time.monotonic() - began)

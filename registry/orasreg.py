@@ -265,6 +265,16 @@ def explain(error: BaseException) -> str:
         return "TLS failed (certificate not trusted, or the registry speaks plain HTTP)"
     if isinstance(error, requests.exceptions.Timeout | urllib3.exceptions.TimeoutError):
         return "no answer in time"
-    if isinstance(error, requests.exceptions.ConnectionError):
-        return "no connection"
-    return type(error).__name__
+    cause: BaseException | None = error
+    for _ in range(8):  # requests' error holds urllib3's, which holds the socket's
+        if isinstance(cause, OSError) and cause.errno and cause.strerror:
+            return cause.strerror
+        inner = getattr(cause, "reason", None) or next(
+            (a for a in getattr(cause, "args", ()) if isinstance(a, Exception)), None
+        )
+        cause = (
+            inner
+            if isinstance(inner, BaseException)
+            else getattr(cause, "__cause__", None) or getattr(cause, "__context__", None)
+        )
+    return "no connection" if isinstance(error, requests.exceptions.ConnectionError) else type(error).__name__

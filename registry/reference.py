@@ -150,11 +150,11 @@ def parse_reference(text: str, *, default_tag: str = DEFAULT_TAG) -> Reference:
     path, colon, tag = rest.partition(":")
     if colon:
         check_tag(tag)
+    check_repository(path)
     if host in _HUB_ALIASES:
         host = DEFAULT_HOST
         if "/" not in path:
             path = "library/" + path
-    check_repository(path)
     if len(host) + 1 + len(path) > MAX_NAME:
         raise BadReference(f"image name longer than {MAX_NAME} bytes: {text[:100]!r}")
     if not tag and not digest:

@@ -1,0 +1,145 @@
+"""Groups meet only when an environment starts: plans composed under real containerd, run, collected, composed again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from weenv.environment.compose import Composed, NotLazyError, compose_image, is_registered, register
+from weenv.environment.model import GroupUse, Plan, PlanConfig
+from weenv.plugin.containerd.client import Client
+from weenv.registry.client import RegistryClient
+from weenv.registry.groupref.resolve import Resolver
+from weenv_testkit import tools
+from weenv_testkit.images import Member, write_tar
+from weenv_testkit.node import SNAPSHOTTER, Node
+from weenv_testkit.procs import run, wait_until
+from weenv_testkit.registry import Registry
+from weenv_testkit.store import Store
+
+
+class Groups:
+    """Three groups in the registry, in the lazy format, and one that is not."""
+
+    def __init__(self, store: Store, registry: Registry) -> None:
+        self.base = store.lazy("small")
+        self.plain = store.plain("small")
+        tool = [
+            Member.directory("opt"),
+            Member.directory("opt/tool"),
+            Member("opt/tool/run", b"#!/bin/sh\necho tool $@\n", mode=0o755),
+        ]
+        repository = [
+            Member.directory("testbed"), Member("testbed/code", b"code\n"), Member("testbed/gone", b"x"),
+            Member.directory("testbed/full"), Member("testbed/full/below", b"x"),
+        ]  # fmt: skip
+        over = [
+            Member.directory("testbed"), Member("testbed/.wh.gone"), Member.directory("testbed/full"),
+            Member("testbed/full/.wh..wh..opq"), Member("testbed/full/above", b"y"), Member("opt/tool/extra", b"z"),
+        ]  # fmt: skip
+        self.tool = self._publish(store, registry, "tool", tool, Env=["PATH=/opt/tool:/bin", "TOOL=1"], Cmd=["run", "default"])
+        self.repository = self._publish(store, registry, "repo", repository, WorkingDir="/testbed")
+        self.over = self._publish(store, registry, "over", over)
+
+    @staticmethod
+    def _publish(store: Store, registry: Registry, name: str, members: list[Member], **config: Any) -> str:
+        tar = write_tar(os.path.join(store.directory, f"group-{name}.tar"), members)
+        store.layout.image([store.layout.layer(tar)], f"group-{name}", **config)
+        target = f"{registry.host}/groups/{name}:1"
+        run(*tools.weenv(), "convert", f"oci:{store.layout.directory}:group-{name}", target, timeout=120, env=dict(os.environ))
+        return target
+
+
+@pytest.fixture(scope="module")
+def groups(store: Store, registry: Registry) -> Groups:
+    os.makedirs(store.directory, exist_ok=True)
+    return Groups(store, registry)
+
+
+def plan(*refs: str, **more: Any) -> Plan:
+    return Plan("test", tuple(GroupUse(ref) for ref in refs), **more)
+
+
+async def compose(plan: Plan) -> Composed:
+    async with RegistryClient() as client:
+        resolver = Resolver(client)
+        return compose_image(plan, await resolver.resolve_all(use.ref for use in plan.groups))
+
+
+def on(node: Node, work: Any, namespace: str = "default") -> Any:
+    """Run ``work(namespace client)`` against the node's containerd."""
+
+    async def go() -> Any:
+        async with Client(node.containerd.socket) as client:
+            result = work(client.namespace(namespace))
+            return await result if isinstance(result, Coroutine) else result
+
+    return asyncio.run(go())
+
+
+def test_a_plan_starts_and_nothing_was_downloaded(node: Node, groups: Groups, registry: Registry) -> None:
+    image = asyncio.run(compose(plan(groups.base, groups.repository, groups.tool, groups.over)))
+    mark = registry.mark()
+    assert on(node, lambda ns: register(image, ns)) is True
+    assert on(node, lambda ns: register(image, ns)) is False, "composing twice is free"
+    assert node.containerd.content() == {image.digest, image.config_digest}
+    assert all(request.status == 206 for request in registry.requests(mark) if request.method == "GET"), "tails only"
+    out = node.shell(
+        image.name, "pwd; run hello; ls; ls full; cat code; echo $TOOL; cat /opt/tool/extra", "default"
+    ).splitlines()
+    assert out == ["/testbed", "tool hello", "code", "full", "above", "code", "1", "z"]
+
+
+def test_the_same_plan_is_the_same_image_everywhere(groups: Groups) -> None:
+    wanted = plan(groups.base, groups.tool, config=PlanConfig(env={"A": "1"}, labels={"x": "y"}))
+    first, second = asyncio.run(compose(wanted)), asyncio.run(compose(wanted))
+    assert (first.name, first.digest, first.manifest, first.config) == (
+        second.name,
+        second.digest,
+        second.manifest,
+        second.config,
+    )
+    other = asyncio.run(compose(plan(groups.tool, groups.base)))
+    assert other.digest != first.digest
+
+
+def test_every_namespace_and_cri_start_it(node: Node, groups: Groups) -> None:
+    image = asyncio.run(compose(plan(groups.base, groups.tool)))
+    for namespace in ("moby", "k8s.io"):
+        assert on(node, lambda ns: register(image, ns), namespace) is True
+        assert node.shell(image.name, "run there", namespace) == "tool there\n"
+    with node.cri() as cri:
+        node.expect("not.*lazy|unpacked")  # the pause image is an ordinary one
+        pod = cri.run_pod("composed")
+        try:
+            container = cri.start_container(pod, image.name, "sleep", "1000")
+            assert cri.exec(container, ["run", "cri"]) == "tool cri\n"
+            cri.remove_container(container)
+        finally:
+            cri.remove_pod(pod)
+    node.containerd.purge("moby", SNAPSHOTTER)
+
+
+def test_a_restart_keeps_it_and_removal_lets_containerd_collect_it(node: Node, groups: Groups) -> None:
+    image = asyncio.run(compose(plan(groups.base, groups.over)))
+    on(node, lambda ns: register(image, ns), "keep")
+    node.containerd.restart()
+    assert on(node, lambda ns: is_registered(image, ns, SNAPSHOTTER), "keep")
+    assert node.shell(image.name, "cat /testbed/full/above", "keep") == "y"
+    node.containerd.remove_image(image.name, "keep")
+    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "keep"), 20)
+    assert not node.containerd.content("keep")
+
+
+def test_a_layer_that_is_not_lazy_is_said_and_leaves_nothing(node: Node, groups: Groups) -> None:
+    image = asyncio.run(compose(plan(groups.base, groups.plain)))
+    assert not image.lazy
+    node.expect("not.*lazy|unpacked")
+    with pytest.raises(NotLazyError, match="not in the lazy format"):
+        on(node, lambda ns: register(image, ns), "none")
+    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "none"), 20)
+    assert not node.containerd.content("none")

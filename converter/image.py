@@ -26,7 +26,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
-from weenv.converter.endpoints import LayoutEnd, RegistryEnd, open_ends
 from weenv.converter.options import (
     CONVERTED,
     COPIED,
@@ -45,6 +44,7 @@ from weenv.core.errors import FormatError, SourceError, UnsupportedError, Verifi
 from weenv.layer.encode import EncodedLayer
 from weenv.layer.verify import MEDIA_TYPE, LayerDescriptor, parse_annotations, verify_tail
 from weenv.registry.client import RegistryClient
+from weenv.registry.endpoints import Destination, Source, open_ends
 from weenv.registry.manifest import (
     MAX_CONFIG,
     MAX_MANIFEST,
@@ -90,7 +90,6 @@ async def convert_image(src: str, dst: str, *, options: ConvertOptions | None = 
     Raises WeenvError. Cancelling it (Ctrl-C) leaves no partial tag and no temporary file.
     """
     options = options or ConvertOptions()
-    began = time.monotonic()
     source_location, destination_location = parse_location(src), parse_location(dst)
     async with contextlib.AsyncExitStack() as stack:
         client = options.client
@@ -104,12 +103,23 @@ async def convert_image(src: str, dst: str, *, options: ConvertOptions | None = 
         hint = None
         if options.source_hint and isinstance(destination_location, Reference):
             hint = (destination_location.host, destination_location.repository)
-        work = _Conversion(source, destination, options, hint)
-        stack.push_async_callback(work.close)
+        return await convert_between(source, destination, options, src=src, dst=dst, hint=hint)
+
+
+async def convert_between(
+    source: Source, destination: Destination, options: ConvertOptions, *, src: str, dst: str,
+    hint: tuple[str, str] | None = None,
+) -> ConvertResult:  # fmt: skip
+    """:func:`convert_image` between two ends that the caller made and closes; ``src`` and ``dst`` are for the result."""
+    began = time.monotonic()
+    work = _Conversion(source, destination, options, hint)
+    try:
         data, descriptor = await source.root()
         await asyncio.to_thread(destination.open)
         new, root = await work.document(data, descriptor, 0)
         await destination.publish(root, new)
+    finally:
+        await work.close()
     return ConvertResult(src, dst, new, tuple(work.manifests), tuple(work.layers), time.monotonic() - began)
 
 
@@ -136,9 +146,8 @@ class _Once(Generic[T]):
 
 class _Conversion:
     def __init__(
-        self, source: LayoutEnd | RegistryEnd, destination: LayoutEnd | RegistryEnd, options: ConvertOptions,
-        hint: tuple[str, str] | None,
-    ) -> None:  # fmt: skip
+        self, source: Source, destination: Destination, options: ConvertOptions, hint: tuple[str, str] | None
+    ) -> None:
         self._source = source
         self._destination = destination
         self._options = options
@@ -199,7 +208,12 @@ class _Conversion:
         if self._options.platforms and platform and platform not in self._options.platforms:
             return await self._as_it_is(manifest, old, platform, "platform not asked for")
         config_data = await self._source.small(manifest.config, MAX_CONFIG)
-        config = parse_config(config_data, f"config of {old.digest}")
+        try:
+            config = parse_config(config_data, f"config of {old.digest}")
+        except FormatError:
+            if manifest.artifact_type:  # an artifact that borrows the media types of images
+                return await self._as_it_is(manifest, old, platform, "not a container image")
+            raise
         platform = platform or "/".join(part for part in (config.os, config.architecture) if part)
         if config.os not in ("", "linux"):
             return await self._as_it_is(manifest, old, platform, f"an image for {config.os}")

@@ -158,12 +158,16 @@ class Manifest:
 
     @property
     def is_image(self) -> bool:
-        """True for a container image: an image config, and layers that are tars (one at least, if there are any)."""
-        return (
-            self.config.media_type in (OCI_CONFIG, DOCKER_CONFIG)
-            and not self.artifact_type
-            and (not self.layers or any(layer.compression for layer in self.layers))
-        )
+        """True for a container image: an image config, and layers that are tars (one at least, if there are any).
+
+        An ``artifactType`` does not make it less of one: image-spec manifest.md ("Guidelines for Artifact Usage") lets
+        images carry it, and runtimes do not look at it. What carries one without being an image (signatures,
+        attestations) says so by its config or its layers; all of them must be tars then, and there must be some.
+        """
+        if self.config.media_type not in (OCI_CONFIG, DOCKER_CONFIG):
+            return False
+        tars = [bool(layer.compression) for layer in self.layers]
+        return all(tars) and bool(tars) if self.artifact_type else not tars or any(tars)
 
     def with_layers(self, layers: dict[int, Descriptor]) -> bytes:
         """The document as OCI manifest with some layer descriptors replaced; all else stays byte for byte.

@@ -148,7 +148,11 @@ def test_refused(data: bytes, kind: str, error: type[FormatError]) -> None:
 
 
 def test_what_is_no_image() -> None:
-    assert not manifest(change(artifactType="application/x")).is_image
+    assert manifest(change(artifactType="application/vnd.weenv.group.v1")).is_image, "a layer group is an image"
+    assert not manifest(change(artifactType="application/x", layers=[])).is_image
+    tar = {"mediaType": OCI_LAYER_ZSTD, "digest": A, "size": 1}
+    other = {"mediaType": "application/x", "digest": A, "size": 1}
+    assert not manifest(change(artifactType="application/x", layers=[tar, other])).is_image
     assert not manifest(change(config={"mediaType": "application/x", "digest": A, "size": 1})).is_image
     layer = {"mediaType": "application/vnd.in-toto+json", "digest": A, "size": 1}
     assert not manifest(change(layers=[layer])).is_image

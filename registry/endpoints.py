@@ -1,4 +1,4 @@
-"""The two ends of a conversion behind one interface each: registries and OCI layout directories."""
+"""The two ends of a copy or conversion behind one interface each: registries and OCI layout directories."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Source(Protocol):
 class Destination(Protocol):
     """Where an image goes. Blobs and manifests that are put are complete and verified."""
 
-    scratch: str
-    """A directory for files that are handed to :meth:`put`; the destination removes it."""
+    @property
+    def scratch(self) -> str:
+        """A directory for files that are handed to :meth:`put`; the destination removes it."""
 
     def open(self) -> None:
         """Make it ready to be written to. Raises StorageError, FormatError."""

@@ -191,8 +191,7 @@ def _entry(toc: Any, number: int) -> dict[str, Any]:
         row["device"] = [int(e.aux[number]) >> 32, int(e.aux[number]) & 0xFFFFFFFF]
     if attributes := toc.xattr_items(number):
         row["xattrs"] = {name.decode("utf-8", "backslashreplace"): value.hex() for name, value in attributes}
-    shown = "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in path)
-    row["shown"] = shown + (f" -> {row.get('target') or row.get('link')}" if kind in (2, 3) else "")
+    row["shown"] = render.plain(path + (f" -> {row.get('target') or row.get('link')}" if kind in (2, 3) else ""))
     return row
 
 

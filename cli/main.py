@@ -54,6 +54,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "layer": ("weenv.cli.layer:layer", "Convert, inspect, verify or mount a single layer."),
     "snapshotter": ("weenv.cli.daemons:snapshotter", "The containerd proxy snapshotter daemon."),
     "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),
+    "plan": ("weenv.cli.plan:plan", "Check, pin, draw and compose environment plans."),
     "status": ("weenv.cli.status:status", "Show the layers on this node and how much of each is local."),
     "doctor": ("weenv.cli.doctor:doctor", "Check kernel, containerd, sockets, disk and registry; say what to mend."),
 }

@@ -46,8 +46,13 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
     Console().print(drawn)
 
 
+def plain(text: str) -> str:
+    """Text without control characters: names come from registries, and must not drive the terminal."""
+    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
 def escape(text: str) -> str:
-    """Text that is safe as a cell: no markup, no control characters (names come from registries)."""
+    """Text that is safe as a cell: no control characters, no markup."""
     from rich.markup import escape as markup
 
-    return markup("".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text))
+    return markup(plain(text))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class Limits:
     """Limits of one layer. Sizes are in bytes. The defaults are far above any image seen in practice."""
 
-    max_entries: int = 8_000_000
+    max_entries: int = 4_000_000
     """Files, directories and links of one layer."""
     max_frames: int = 16_000_000
     """Frames of one blob (1 TiB at 64 KiB a frame)."""

@@ -131,6 +131,7 @@ def test_an_unreachable_registry_is_an_error_in_time_and_heals(make_node: MakeNo
     node.expect("")
     namespace = node.pull(own.ref)
     name = node.containerd.run_detached(own.ref, "sleep", "1000", snapshotter=SNAPSHOTTER, namespace=namespace)
+    node.containerd.exec(name, "sha256sum", "/bin/busybox", namespace=namespace)  # the programs themselves are local now
     registry.stop()
     try:
         begin = time.monotonic()
@@ -220,8 +221,10 @@ def test_a_reboot(make_node: MakeNode, store: Store, registry: Registry) -> None
     mark = registry.mark()
     node.start()
     assert node.shell(ref, script, namespace) == first
-    fetched = sum(registry.blob_bytes(mark).values())
-    assert fetched < 1 << 20, fetched
+    # Nothing that is local is fetched again; with an empty page cache the kernel's read-ahead may reach a little further.
+    manifest, _ = registry.manifest("test/debian", "lazy")
+    size = sum(layer["size"] for layer in manifest["layers"])  # type: ignore[attr-defined]
+    assert sum(registry.blob_bytes(mark).values()) < 0.03 * size
 
 
 def test_a_start_without_registry(make_node: MakeNode, home: str, registry: Registry) -> None:

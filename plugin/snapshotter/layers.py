@@ -223,6 +223,8 @@ class Layers:
         """One round of :meth:`tend`. What goes wrong is logged once per reason."""
         loop = asyncio.get_running_loop()
         for layer in self.store.layers():
+            if self.store.layer_by_id(layer.id) is None:
+                continue  # swept since the round began
             attachment = self._attached.get(layer.id)
             reason = self._broken.get(layer.id)
             try:
@@ -237,7 +239,9 @@ class Layers:
                     self.store.set_layer_durable(layer.id)
             except (WeenvError, OSError) as error:
                 text = " ".join(str(error).split())
-                if text != reason:
+                if self.store.layer_by_id(layer.id) is None:
+                    self._broken.pop(layer.id, None)  # swept while it was being looked at
+                elif text != reason:
                     self._broken[layer.id] = text
                     log.error("layer cannot be mounted: %s", text, extra={"layer": layer.digest})
         modes = Counter("complete" if a.mode == COMPLETE else "lazy" for a in self._attached.values())

@@ -21,7 +21,7 @@ Taken = Callable[[int], None]
 """Called with the bytes of the compressed input taken in so far."""
 
 
-class _Output:
+class Output:
     """An unbuffered file whose write errors are StorageErrors (the encoder hands them on as they are)."""
 
     def __init__(self, file: FileIO, name: str) -> None:
@@ -48,7 +48,7 @@ def encode_stream(
     (:mod:`weenv.registry.threads`).
     """
     stream = TarStream(source)
-    output = _Output(out, name)
+    output = Output(out, name)
 
     def report(_done: int, _total: int | None) -> None:
         if taken is not None:
@@ -71,7 +71,7 @@ def encode_file(
 ) -> EncodedLayer:
     """:func:`encode_stream` from file to a new file, which is removed where that fails."""
     try:
-        with open(in_path, "rb") as source, _create(out_path) as out:
+        with open(in_path, "rb") as source, create_file(out_path) as out:
             return encode_stream(source, out, out_path, options, cancel, taken)
     except BaseException:
         with contextlib.suppress(FileNotFoundError):
@@ -106,7 +106,7 @@ def convert_layer_file(
         size = os.fstat(source.fileno()).st_size or None
         taken = None if progress is None else (lambda done: progress(done, size))
         try:
-            with _create(temporary) as out:
+            with create_file(temporary) as out:
                 encoded = encode_stream(source, out, out_path, options, threading.Event(), taken)
                 os.fsync(out.fileno())
             os.chmod(temporary, 0o666 & ~_umask())
@@ -120,7 +120,8 @@ def convert_layer_file(
     return encoded
 
 
-def _create(path: str) -> FileIO:
+def create_file(path: str) -> FileIO:
+    """A new unbuffered file of mode 0600. Raises StorageError."""
     try:
         return FileIO(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "wb")
     except OSError as error:

@@ -28,7 +28,7 @@ demo: setup
 	$(KIT) -m weenv_testkit.demo $(DEMO_ARGS)
 
 bench: setup
-	$(KIT) -m benchmarks $(BENCH_ARGS)
+	$(KIT) benchmarks/run.py $(BENCH_ARGS)
 
 soak: setup
 	.venv/bin/python -m pytest -m soak $(PYTEST_ARGS)

@@ -5,6 +5,7 @@ name           what it is
 =============  ==================================================================================================
 ``debian``     three layers: a debootstrapped Debian with Python; hard links, suid and xattrs on top; then whiteouts
 ``small``      busybox, one layer
+``pair``       busybox and a layer with some files
 ``deep``       busybox and 126 more layers, each adding a file, changing one and deleting one
 ``corpus``     everything of :mod:`weenv_testkit.corpus` that containerd unpacks, one layer each
 =============  ==================================================================================================
@@ -47,6 +48,7 @@ class Store:
             build: dict[str, Callable[[], list[str]]] = {
                 "debian": self._debian,
                 "small": self._small,
+                "pair": self._pair,
                 "deep": self._deep,
                 "corpus": self._corpus,
             }
@@ -90,6 +92,11 @@ class Store:
 
     def _small(self) -> list[str]:
         return [write_tar(self._path("small.tar"), images.busybox_members())]
+
+    def _pair(self) -> list[str]:
+        files = [Member(f"data/{n}", corpus.noise(50_000, 500 + n)) for n in range(20)]
+        top = [Member.directory("data"), *files, Member("etc/weenv-release", b"pair\n")]
+        return [self.tars("small")[0], write_tar(self._path("pair.tar"), top)]
 
     def _debian(self) -> list[str]:
         base = images.debian_tar(PACKAGES)

@@ -240,6 +240,24 @@ class Layout:
         except OSError as error:
             raise _storage(self.path, error) from error
 
+    def remove(self, digest: str, tag: str | None = None) -> list[str]:
+        """No longer list a manifest under a tag, or (None) at all; the tags that led to it. Its blobs stay."""
+        try:
+            with self._locked():
+                _, raw = parse_object(self.index().data, self._index, MAX_MANIFEST)
+                kept, gone = [], []
+                for entry in raw["manifests"]:
+                    name = (entry.get("annotations") or {}).get(REF_NAME, "")
+                    if entry["digest"] == digest and (not tag or name == tag):
+                        gone.append(name)
+                    else:
+                        kept.append(entry)
+                raw["manifests"] = kept
+                write_atomic(self._index, json.dumps(raw, indent=2).encode(), mode=0o644)
+        except OSError as error:
+            raise _storage(self.path, error) from error
+        return [name for name in gone if name]
+
     @property
     def _index(self) -> str:
         return os.path.join(self.path, "index.json")

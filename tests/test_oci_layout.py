@@ -112,7 +112,8 @@ import sys
 from weenv.registry.layout import Layout
 layout = Layout(sys.argv[1])
 for n in range(10):
-    layout.set_tag(layout.put(f"{sys.argv[2]}-{n}".encode(), "application/vnd.oci.image.manifest.v1+json"), f"t{sys.argv[2]}-{n}")
+    name = f"{sys.argv[2]}-{n}"
+    layout.set_tag(layout.put(name.encode(), "application/vnd.oci.image.manifest.v1+json"), f"t{name}")
 """
 
 

@@ -206,7 +206,8 @@ class Containerd:
             text += f"[{cri}.containerd.runtimes.runc.options]\n{options}"
             return text
         images, runtime = "plugins.'io.containerd.cri.v1.images'", "plugins.'io.containerd.cri.v1.runtime'"
-        text += f"[{images}]\nsnapshotter = {q(self.snapshotter)}\nstats_collect_period = 1\n[{images}.pinned_images]\nsandbox = {sandbox}\n"
+        text += f"[{images}]\nsnapshotter = {q(self.snapshotter)}\nstats_collect_period = 1\n"
+        text += f"[{images}.pinned_images]\nsandbox = {sandbox}\n"
         text += f"[{images}.registry]\n{hosts}"
         text += f"[{runtime}]\nrestrict_oom_score_adj = true\ndisable_apparmor = true\n[{runtime}.cni]\n{cni}"
         text += f"[{runtime}.containerd]\ndefault_runtime_name = 'runc'\n"

@@ -82,6 +82,7 @@ def test_the_table_itself_is_good() -> None:
         (b"etc/file", {"size": (1 << 63) - 1}, "etc/file: the payload lies outside"),
         (b"etc/link", {"size": 0}, "etc/link: a symlink target of 0"),
         (b"etc/link", {"size": 4096}, "etc/link: a symlink target of 0 or more than 4095"),
+        (b"etc/link", {"size": 4000}, "etc/link: .*outside the pool"),
         (b"etc/link", {"aux": NO_DATA}, "etc/link: .*outside the pool"),
         (b"etc/link", {"aux": 1 << 20}, "etc/link: .*outside the pool"),
         (b"etc/other", {"aux": 7}, "etc/other: a hard link to nothing"),

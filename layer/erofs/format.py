@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 BLOCK_BITS = 9
 BLOCK = 1 << BLOCK_BITS
 """Block size in bytes: the tar record size, so that every payload starts at a block."""
-PAGE = 4096
 
 SUPER_OFFSET = 1024
 SUPER_MAGIC = 0xE0F5E1E2

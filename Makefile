@@ -22,6 +22,7 @@ setup:
 	@MAKE_GOAL="$(firstword $(MAKECMDGOALS))" PYTHON="$(PYTHON)" sh integration/weenv_testkit/setup.sh
 
 test: setup
+	$(KIT) -m weenv_testkit.prefetch
 	.venv/bin/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 demo: setup
@@ -31,6 +32,7 @@ bench: setup
 	$(KIT) benchmarks/run.py $(BENCH_ARGS)
 
 soak: setup
+	$(KIT) -m weenv_testkit.prefetch
 	.venv/bin/python -m pytest -m soak $(PYTEST_ARGS)
 
 lint: .venv/bin/ruff

@@ -7,6 +7,7 @@
                 checked   seconds since 1970 when the registry said so
     groups      digest    manifest digest (of one platform's image)   summary   layers, kind, version as JSON
                 config    the image config, as text                   used      seconds since 1970 of the last use
+    admitted    policy, name, digest    a signature was found that this policy accepts
 
 What a digest means never changes, so rows of ``groups`` are only ever dropped for space. A damaged or foreign file is
 moved aside and begun anew: everything in it can be asked for again. One process writes at a time (SQLite's own lock).
@@ -35,6 +36,9 @@ CREATE TABLE IF NOT EXISTS tags (name TEXT PRIMARY KEY, digest TEXT NOT NULL, ch
 CREATE TABLE IF NOT EXISTS groups (
     digest TEXT PRIMARY KEY, summary TEXT NOT NULL, config TEXT NOT NULL, used REAL NOT NULL
 ) STRICT;
+CREATE TABLE IF NOT EXISTS admitted (
+    policy TEXT NOT NULL, name TEXT NOT NULL, digest TEXT NOT NULL, PRIMARY KEY (policy, name, digest)
+) STRICT, WITHOUT ROWID;
 """
 
 
@@ -122,6 +126,18 @@ class MappingCache:
             "INSERT OR REPLACE INTO groups VALUES (?, ?, ?, ?)", (group.digest, summary, group.config_text, time.time())
         )
         self._keep(group)
+
+    def admitted(self, policy: str, name: str, digest: str) -> bool:
+        """True where a manifest was accepted from there under a policy (its fingerprint)."""
+        row = self._db.execute(
+            "SELECT 1 FROM admitted WHERE policy = ? AND name = ? AND digest = ?", (policy, name, digest)
+        ).fetchone()
+        return row is not None
+
+    def admit(self, policy: str, name: str, digest: str) -> None:
+        """A manifest has been accepted; what other policies accepted is forgotten."""
+        self._write("DELETE FROM admitted WHERE policy != ?", (policy,))
+        self._write("INSERT OR IGNORE INTO admitted VALUES (?, ?, ?)", (policy, name, digest))
 
     def trim(self, keep: int = KEEP) -> None:
         """Drop the manifests that were stored longest ago beyond ``keep``."""

@@ -3,6 +3,9 @@
 A digest means the same for ever. A tag is believed for ``max_age`` seconds, then the registry is asked with a conditional
 request (``If-None-Match``, RFC 9110 section 13.1.2, which registries answer 304 to); while it is away the old answer is
 given, with a warning. However many ask for one reference at a time, the registry is asked once.
+
+With a policy nothing is handed out that it does not accept (:mod:`weenv.registry.groupref.policy`). What it accepted is
+remembered, under the policy's fingerprint, so a registry that is away does not keep anything from starting again.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import platform as machine
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weenv.core import digest as digests
 from weenv.core.aio import SingleFlight, gather_all
@@ -24,7 +28,10 @@ from weenv.registry.groupref.cache import MappingCache
 from weenv.registry.groupref.model import ResolvedGroup, read_group
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import ACCEPT, MAX_CONFIG, MAX_MANIFEST, Descriptor, Index, Manifest, parse_manifest
-from weenv.registry.reference import LayoutLocation, Reference, parse_location
+from weenv.registry.reference import LayoutLocation, Location, Reference, parse_location
+
+if TYPE_CHECKING:  # signing needs libraries that resolving does not
+    from weenv.registry.groupref.policy import Policy
 
 log = logging.getLogger(__name__)
 
@@ -60,6 +67,8 @@ class Resolver:
     platform: str = ""
     max_age: float = 60.0
     at_once: int = 32
+    policy: Policy | None = None
+    """What the node accepts; None accepts everything."""
     stale: int = 0
     """How often an old answer was given because a registry was away."""
 
@@ -69,14 +78,53 @@ class Resolver:
         self._slots = asyncio.Semaphore(self.at_once)
 
     async def resolve(self, text: str) -> ResolvedGroup:
-        """What a reference (or ``oci:DIR[:TAG]``) means. Raises BadReference, SourceError, FormatError."""
+        """What a reference (or ``oci:DIR[:TAG]``) means.
+
+        Raises BadReference, SourceError, FormatError, and VerificationError for what the policy does not accept.
+        """
         location = parse_location(text)
         if isinstance(location, LayoutLocation):
-            return await asyncio.to_thread(self._from_layout, location, text)
-        known = self._known(location, text)
-        if known is not None:
-            return known
-        return await self._flights.do(text, lambda: self._ask(location, text))
+            group = await asyncio.to_thread(self._from_layout, location, text)
+        else:
+            group = self._known(location, text) or await self._flights.do(text, lambda: self._ask(location, text))
+        if self.policy is not None and not self._admitted(self.policy, location, group):
+            await self._admit(self.policy, location, group)
+        return group
+
+    def _admitted(self, policy: Policy, location: Location, group: ResolvedGroup) -> bool:
+        """True where the policy asks for nothing, or has accepted the group before."""
+        from weenv.registry.groupref.sign import ALLOW, place_name
+
+        name = place_name(location)
+        return policy.rule(name).action == ALLOW or self.cache.admitted(policy.fingerprint, name, group.digest)
+
+    async def _admit(self, policy: Policy, location: Location, group: ResolvedGroup) -> None:
+        from weenv.registry.groupref.sign import admit, place_name
+
+        also = await self._indexes(location, group) if isinstance(location, Reference) else ()
+        await admit(self.client, policy, location, group.digest, also)
+        self.cache.admit(policy.fingerprint, place_name(location), group.digest)
+
+    async def _indexes(self, reference: Reference, group: ResolvedGroup) -> tuple[str, ...]:
+        """The digests of the indexes that lead from a reference to its group now: they may be what is signed."""
+        if reference.target == group.digest:
+            return ()
+        passed: list[str] = []
+        _, data, media_type = await self._manifest(reference, reference.target, group.reference)
+        if reference.digest:
+            digests.verify(data, reference.digest, f"the manifest of {group.reference}")
+        for _ in range(_DEPTH):
+            digest = digests.sha256(data)
+            if digest == group.digest:
+                return tuple(passed)
+            parsed = parse_manifest(data, media_type, group.reference)
+            if isinstance(parsed, Manifest):
+                return ()
+            passed.append(digest)
+            target = choose(parsed, self.platform, group.reference).digest
+            _, data, media_type = await self._manifest(reference, target, group.reference)
+            digests.verify(data, target, f"the manifest of {group.reference}")
+        return ()
 
     async def resolve_all(self, texts: Iterable[str]) -> list[ResolvedGroup]:
         """Many at once, in order; the first failure ends the others."""
@@ -88,7 +136,10 @@ class Resolver:
 
     def _at_once(self, text: str) -> ResolvedGroup | None:
         location = parse_location(text)
-        return None if isinstance(location, LayoutLocation) else self._known(location, text)
+        group = None if isinstance(location, LayoutLocation) else self._known(location, text)
+        if group is not None and self.policy is not None and not self._admitted(self.policy, location, group):
+            return None
+        return group
 
     def _name(self, reference: Reference) -> str:
         what = reference.digest or f"{reference.name}:{reference.tag}"

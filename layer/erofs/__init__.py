@@ -9,6 +9,7 @@ The image is mounted with the layer's uncompressed tar stream as its one extra d
 
 from __future__ import annotations
 
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ from weenv.layer.erofs.xattrs import compute_xattrs
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
 from weenv.layer.toc import DIRECTORY, FLAG_IMPLIED, HARDLINK, Toc
 
-__all__ = ["DirAttributes", "build"]
+__all__ = ["DirAttributes", "build", "restamp"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +48,18 @@ class DirAttributes:
     xattrs: tuple[tuple[bytes, bytes], ...] = field(default=())
 
 
-def build(toc: Toc, *, implied: Mapping[int, DirAttributes] | None = None, limits: Limits = DEFAULT_LIMITS) -> bytearray:
+def build(
+    toc: Toc,
+    *,
+    implied: Mapping[int, DirAttributes] | None = None,
+    positions: dict[int, int] | None = None,
+    limits: Limits = DEFAULT_LIMITS,
+) -> bytearray:
     """The EROFS metadata image of a layer; equal input gives equal bytes.
 
     ``implied`` replaces the attributes of directories that the layer itself does not describe (FLAG_IMPLIED), by entry
-    number. Raises FormatError for a malformed table, LimitError beyond ``limits``, UnsupportedError for what EROFS has no
+    number. ``positions`` is filled with where the inodes of all implied directories lie in the image, for :func:`restamp`.
+    Raises FormatError for a malformed table, LimitError beyond ``limits``, UnsupportedError for what EROFS has no
     way to write (all three name the member), ValueError where ``implied`` names another entry.
     """
     check_toc(toc, limits)
@@ -63,6 +71,9 @@ def build(toc: Toc, *, implied: Mapping[int, DirAttributes] | None = None, limit
     directories = compute_directories(toc)
     chunks = compute_chunks(toc, limits)
     inodes = compute_inodes(toc, xattrs, directories, chunks)
+    if positions is not None:
+        for entry in np.flatnonzero(toc.entries.flags & FLAG_IMPLIED).tolist():
+            positions[entry] = int(inodes.position[entry])
 
     image = Image(inodes.total)
     body_end = inodes.position + fmt.INODE_SIZE
@@ -75,6 +86,22 @@ def build(toc: Toc, *, implied: Mapping[int, DirAttributes] | None = None, limit
     write_symlinks(image, toc, inodes, body_end)
     write_super(image, toc, inodes, count, repr(overrides).encode() if overrides else b"")
     return image.finish()
+
+
+def restamp(image: bytearray, position: int, attributes: DirAttributes) -> None:
+    """Give the directory whose inode lies at ``position`` (see :func:`build`) other attributes, but for xattrs, in place.
+
+    A thousand times cheaper than building the image anew. Raises ValueError where there is no directory's inode, or the
+    attributes have xattrs.
+    """
+    if attributes.xattrs or not 0 <= position <= len(image) - fmt.INODE_SIZE or position % (1 << fmt.SLOT_BITS):
+        raise ValueError("not a directory that can be given these attributes in place")
+    inode = np.frombuffer(image, fmt.INODE, 1, position)
+    if not stat.S_ISDIR(int(inode["mode"][0])):
+        raise ValueError(f"no directory at {position}")
+    inode["mode"] = stat.S_IFDIR | attributes.mode
+    inode["uid"], inode["gid"] = attributes.uid, attributes.gid
+    inode["mtime"], inode["mtime_ns"] = attributes.mtime, attributes.mtime_ns
 
 
 def _attributes(toc: Toc, overrides: Mapping[int, DirAttributes]) -> Attributes:

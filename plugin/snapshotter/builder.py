@@ -52,7 +52,6 @@ def build(directory: str, variant: str, attributes: str) -> None:
     from weenv.core.atomic import write_atomic
     from weenv.layer import erofs
     from weenv.layer.tail import parse_tail
-    from weenv.layer.toc import FLAG_IMPLIED
     from weenv.plugin.snapshotter.layerdir import LayerSource
     from weenv.plugin.snapshotter.planes.base import Implied, LayerFacts, decode_attributes
 
@@ -62,10 +61,11 @@ def build(directory: str, variant: str, attributes: str) -> None:
         tail = file.read(source.toc_length + 1)
     digests.verify(tail, source.toc_digest, f"the stored tail of {source.digest}")
     toc = parse_tail(tail, layer_size=source.size, toc_offset=source.toc_offset)
-    image = erofs.build(toc, implied=decode_attributes(attributes))
+    positions: dict[int, int] = {}
+    image = erofs.build(toc, implied=decode_attributes(attributes), positions=positions)
     if not variant:
-        entries = (toc.entries.flags & FLAG_IMPLIED).nonzero()[0].tolist()
-        facts = LayerFacts(toc.diff_id, tuple(Implied(entry, toc.path(entry)) for entry in entries if entry))
+        implied = (Implied(entry, toc.path(entry), position) for entry, position in positions.items() if entry)
+        facts = LayerFacts(toc.diff_id, tuple(implied))
         write_atomic(os.path.join(directory, FACTS), facts.to_json(), durable=False)
     write_atomic(os.path.join(directory, meta_name(variant)), image, durable=False)
 

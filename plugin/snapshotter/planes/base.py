@@ -26,10 +26,12 @@ NO_ATTRIBUTES = "[]"
 
 @dataclass(frozen=True, slots=True)
 class Implied:
-    """A directory that the layer only implies: its entry number in the TOC, and its path without leading slash."""
+    """A directory that the layer only implies: its entry number in the TOC, its path without leading slash, and where its
+    inode lies in the metadata image of the empty variant (bytes)."""
 
     entry: int
     path: bytes
+    position: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class LayerFacts:
 
     def to_json(self) -> bytes:
         """The file's content."""
-        rows = [[item.entry, item.path.hex()] for item in self.implied]
+        rows = [[item.entry, item.path.hex(), item.position] for item in self.implied]
         return json.dumps({"diffId": self.diff_id, "implied": rows}, separators=(",", ":")).encode()
 
     @classmethod
@@ -52,7 +54,7 @@ class LayerFacts:
         """The inverse. Raises :class:`FormatError`."""
         try:
             raw = json.loads(data)
-            implied = tuple(Implied(int(entry), bytes.fromhex(path)) for entry, path in raw["implied"])
+            implied = tuple(Implied(int(entry), bytes.fromhex(path), int(at)) for entry, path, at in raw["implied"])
             return cls(str(raw["diffId"]), implied)
         except (ValueError, TypeError, KeyError) as error:
             raise FormatError(f"facts.json cannot be read: {error}") from error

@@ -16,12 +16,14 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 
 from weenv.core import digest as digests
-from weenv.core.errors import MountError
+from weenv.core.atomic import write_atomic
+from weenv.core.errors import FormatError, MountError
+from weenv.layer.erofs import DirAttributes, restamp
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import FACTS, META, Builder, meta_name
 from weenv.plugin.snapshotter.cache.present import is_complete
 from weenv.plugin.snapshotter.layerdir import LayerDirs
-from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment, LayerFacts, Variant
+from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment, LayerFacts, Variant, decode_attributes
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +55,15 @@ class ErofsPlane:
         directory = self.dirs.path(digest)
         if not (os.path.exists(f"{directory}/{META}") and os.path.exists(f"{directory}/{FACTS}")):
             await self.builder.build(directory, "", "[]")
+        facts = _read_facts(directory)
         if variant.name and not os.path.exists(f"{directory}/{meta_name(variant.name)}"):
-            await self.builder.build(directory, variant.name, variant.attributes)
-        return _read_facts(directory)
+            attributes = decode_attributes(variant.attributes)
+            if any(each.xattrs for each in attributes.values()):
+                await self.builder.build(directory, variant.name, variant.attributes)
+            else:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._threads, _restamp, directory, variant.name, facts, attributes)
+        return facts
 
     async def attach(self, digest: str, variant: Variant, target: str, *, replace: bool) -> Attachment:
         """Mount at ``target``; in place of the topmost mount there where ``replace``."""
@@ -126,6 +134,21 @@ class ErofsPlane:
     async def detach(self, target: str) -> None:
         """Unmount lazily; overlays that were made on it keep their own clone of the mount."""
         await asyncio.get_running_loop().run_in_executor(self._threads, mounts.detach, target)
+
+
+def _restamp(directory: str, variant: str, facts: LayerFacts, attributes: dict[int, DirAttributes]) -> None:
+    """Make a variant's image from the one of the empty variant: some inodes differ in mode, owner and time."""
+    with open(f"{directory}/{META}", "rb") as file:
+        image = bytearray(file.read())
+    positions = {item.entry: item.position for item in facts.implied}
+    try:
+        for entry, wanted in attributes.items():
+            restamp(image, positions[entry], wanted)
+    except (KeyError, ValueError) as error:
+        raise FormatError(
+            f"stored facts do not fit the metadata image: {error}", hint="remove the layer's directory"
+        ) from error
+    write_atomic(f"{directory}/{meta_name(variant)}", image, durable=False)
 
 
 def _read_facts(directory: str) -> LayerFacts:

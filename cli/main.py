@@ -51,6 +51,7 @@ class LazyGroup(click.Group):
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "convert": ("weenv.cli.convert:convert", "Convert an image into lazily loadable layers."),
+    "group": ("weenv.cli.group:group", "Build, publish, compare and sign layer groups."),
     "layer": ("weenv.cli.layer:layer", "Convert, inspect, verify or mount a single layer."),
     "snapshotter": ("weenv.cli.daemons:snapshotter", "The containerd proxy snapshotter daemon."),
     "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),

@@ -31,6 +31,9 @@ from weenv.core import digest as digests
 from weenv.core.atomic import sync_directory, write_atomic
 from weenv.core.errors import FormatError
 
+MUTATIONS = "mutations"
+"""``<root>/mutations``: an OCI layout of layers that this node made itself (environment/mutate/cache.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:

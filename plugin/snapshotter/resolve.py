@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -39,7 +40,7 @@ from weenv.layer.verify import LayerDescriptor, parse_annotations, verify_tail_b
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.implied import attributes_below
-from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
+from weenv.plugin.snapshotter.layerdir import MUTATIONS, LayerSource, Origin
 from weenv.plugin.snapshotter.layers import Layers
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import LayerFacts, Variant, variant_of
@@ -280,7 +281,10 @@ class Resolver:
             places.append((image.host, image.repository))
         if descriptor.source is not None and self._config.use_source_annotation and descriptor.source not in places:
             places.append(descriptor.source)
-        return [Origin("registry", host, repository) for host, repository in places]
+        own = os.path.join(self._config.root, MUTATIONS)
+        made_here = os.path.exists(os.path.join(own, "blobs", "sha256", digests.hex_of(descriptor.digest)))
+        local = [Origin("layout", path=own)] if made_here else []
+        return local + [Origin("registry", host, repository) for host, repository in places]
 
     # one image
 

@@ -118,6 +118,14 @@ def progress(layer_dir: str) -> tuple[int, int]:
     return int(sizes[np.frombuffer(states, np.uint8) != MISSING].sum(dtype=np.uint64)), stream_size
 
 
+def frame_states(layer_dir: str, sizes: NDArray[np.uint32], stream_size: int) -> bytearray | None:
+    """The state of each frame as valid for the running boot; None where the file is not one of these frames."""
+    found = _read(layer_dir)
+    if found is None or found[0] != stream_size or not np.array_equal(found[1], sizes):
+        return None
+    return found[2]
+
+
 class Presence:
     """The frame states of one layer, in memory and in its ``present`` file.
 

@@ -208,7 +208,7 @@ class Layers:
 
     def _drop_point(self, path: str) -> None:
         try:
-            mounts.detach(path)
+            self.plane.detach(path)
             os.rmdir(path)
         except (OSError, MountError) as error:
             log.warning("cannot clear a mount point: %s", error, extra={"path": path})

@@ -78,7 +78,26 @@ REASONS = {
 }
 """Values of the label ``reason`` of metric ``weenv_snapshotter_fallbacks``, and what they mean."""
 
+_PLANS = 256
+_PLAN_TTL = 600.0
+"""Images remembered, and for how many seconds: long enough for one pull."""
+_TOLD = 60.0
+_TOLD_UNNAMED = 5.0
+"""Seconds for which further layers of an image that is not lazy are its consequence, and no news."""
+_HASH_INLINE = 256 << 10
+
+
+class _WrongLayer(VerificationError):
+    """The TOC's diffID does not give the chainID that containerd asks for."""
+
+
+class _NoOrigin(NotFoundInSource):
+    """Nothing says where the layer is."""
+
+
 _BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
+    (_WrongLayer, "wrong-layer"),
+    (_NoOrigin, "no-origin"),
     (VerificationError, "bad-tail"),
     (UnsupportedError, "unsupported"),
     (LimitError, "too-large"),
@@ -93,23 +112,9 @@ _BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
     (OSError, "disk"),
 )
 
-_PLANS = 256
-_PLAN_TTL = 600.0
-"""Images remembered, and for how many seconds: long enough for one pull."""
-_TOLD = 60.0
-_TOLD_UNNAMED = 5.0
-"""Seconds for which further layers of an image that is not lazy are its consequence, and no news."""
-_HASH_INLINE = 256 << 10
-
-
-class _WrongLayer(VerificationError):
-    """The TOC's diffID does not give the chainID that containerd asks for."""
-
 
 def reason_of(error: BaseException) -> str:
     """The fallback reason of an error."""
-    if isinstance(error, _WrongLayer):
-        return "wrong-layer"
     return next((reason for kind, reason in _BY_ERROR if isinstance(error, kind)), "internal")
 
 
@@ -251,7 +256,7 @@ class Resolver:
 
     async def _fetch_tail(self, descriptor: LayerDescriptor, origins: list[Origin]) -> bytes:
         """The checked tail, from the first origin that has it. Raises SourceError or VerificationError of the last."""
-        failure: WeenvError = NotFoundInSource(
+        failure: WeenvError = _NoOrigin(
             f"no registry is known for layer {descriptor.digest}",
             hint="let the client send cri labels, or convert with a source annotation",
         )

@@ -106,8 +106,11 @@ class Plane(Protocol):
         Blocking; called in a thread.
         """
 
-    async def detach(self, target: str) -> None:
-        """Take the layer away from ``target``; whoever uses it keeps it. Raises MountError."""
+    def detach(self, target: str) -> None:
+        """Take the layer away from ``target``, which stays as an empty directory; whoever uses the layer keeps it.
+
+        Blocking; called in a thread. Nothing attached is no error. Raises MountError.
+        """
 
 
 def encode_attributes(attributes: dict[int, DirAttributes]) -> str:

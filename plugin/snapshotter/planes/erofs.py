@@ -131,9 +131,9 @@ class ErofsPlane:
             return False
         return is_complete(self.dirs.path(digest)) or self._blobs_device() not in (-1, attachment.device)
 
-    async def detach(self, target: str) -> None:
+    def detach(self, target: str) -> None:
         """Unmount lazily; overlays that were made on it keep their own clone of the mount."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, mounts.detach, target)
+        mounts.detach(target)
 
 
 def _restamp(directory: str, variant: str, facts: LayerFacts, attributes: dict[int, DirAttributes]) -> None:

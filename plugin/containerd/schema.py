@@ -191,6 +191,10 @@ _RUNTIME: dict[str, FieldTable] = {
         "id": (2, "string"),
         "pid": (3, "uint32"),
         "status": (4, "int32"),
+        "stdin": (5, "string"),
+        "stdout": (6, "string"),
+        "stderr": (7, "string"),
+        "terminal": (8, "bool"),
         "exit_status": (9, "uint32"),
         "exited_at": (10, _TIMESTAMP),
     },
@@ -231,6 +235,16 @@ _RUNTIME: dict[str, FieldTable] = {
     "ListPidsRequest": {"container_id": (1, "string")},
     "ListPidsResponse": {"processes": (1, "repeated ProcessInfo")},
     "UpdateTaskRequest": {"container_id": (1, "string"), "resources": (2, _ANY), "annotations": (3, _LABELS)},
+    "ResizePtyRequest": {
+        "container_id": (1, "string"),
+        "exec_id": (2, "string"),
+        "width": (3, "uint32"),
+        "height": (4, "uint32"),
+    },
+    "CloseIORequest": {"container_id": (1, "string"), "exec_id": (2, "string"), "stdin": (3, "bool")},
+    "Metric": {"timestamp": (1, _TIMESTAMP), "id": (2, "string"), "data": (3, _ANY)},  # api/types/metrics.proto
+    "MetricsRequest": {"filters": (1, "repeated string")},
+    "MetricsResponse": {"metrics": (1, "repeated Metric")},
     "WaitRequest": {"container_id": (1, "string"), "exec_id": (2, "string")},
     "WaitResponse": {"exit_status": (1, "uint32"), "exited_at": (2, _TIMESTAMP)},
     "ContainerRuntime": {"name": (1, "string"), "options": (2, _ANY)},
@@ -258,7 +272,40 @@ _RUNTIME: dict[str, FieldTable] = {
     "DeleteContainerRequest": {"id": (1, "string")},
 }
 
-SCHEMA = Schema("weenv.containerd", {**_TYPES, **_SNAPSHOTS, **_IMAGES, **_CONTENT, **_LEASES, **_SMALL, **_RUNTIME})
+# api/events/task.proto: what arrives in Envelope.event for the topics /tasks/*
+_EVENTS: dict[str, FieldTable] = {
+    "TaskCreate": {"container_id": (1, "string"), "bundle": (2, "string"), "pid": (6, "uint32")},
+    "TaskStart": {"container_id": (1, "string"), "pid": (2, "uint32")},
+    "TaskDelete": {
+        "container_id": (1, "string"),
+        "pid": (2, "uint32"),
+        "exit_status": (3, "uint32"),
+        "exited_at": (4, _TIMESTAMP),
+        "id": (5, "string"),
+    },
+    "TaskExit": {
+        "container_id": (1, "string"),
+        "id": (2, "string"),
+        "pid": (3, "uint32"),
+        "exit_status": (4, "uint32"),
+        "exited_at": (5, _TIMESTAMP),
+    },
+    "TaskOOM": {"container_id": (1, "string")},
+    "TaskExecAdded": {"container_id": (1, "string"), "exec_id": (2, "string")},
+    "TaskExecStarted": {"container_id": (1, "string"), "exec_id": (2, "string"), "pid": (3, "uint32")},
+    "TaskPaused": {"container_id": (1, "string")},
+    "TaskResumed": {"container_id": (1, "string")},
+}
+
+# api/types/runc/options/oci.proto, package containerd.runc.v1
+_RUNC: dict[str, FieldTable] = {
+    "RuncOptions": {"binary_name": (6, "string"), "root": (7, "string"), "systemd_cgroup": (9, "bool")},
+}
+
+SCHEMA = Schema(
+    "weenv.containerd",
+    {**_TYPES, **_SNAPSHOTS, **_IMAGES, **_CONTENT, **_LEASES, **_SMALL, **_RUNTIME, **_EVENTS, **_RUNC},
+)
 
 EMPTY: Any = SCHEMA[".google.protobuf.Empty"]
 """``google.protobuf.Empty``."""

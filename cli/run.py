@@ -1,0 +1,292 @@
+"""``weenv run``, ``exec``, ``ps``, ``logs``, ``stop`` and ``rm``: environments from the command line.
+
+What they need is imported when it is needed: starting an environment takes about as long as starting Python.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from weenv.core.errors import WeenvError
+from weenv.core.settings import DEFAULT_CONFIG
+
+if TYPE_CHECKING:
+    from weenv.environment.node import Node
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def node_options(command: F) -> F:
+    """The options that say which node."""
+    for option in (
+        click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration."),
+        click.option("--containerd", "address", metavar="SOCK", help="containerd's socket.  [default: run.address]"),
+        click.option("-n", "--namespace", help="containerd namespace.  [default: run.namespace]"),
+        click.option("--snapshotter", help="Snapshotter of the image.  [default: run.snapshotter]"),
+    ):
+        command = option(command)
+    return command
+
+
+def on_node(options: dict[str, Any], work: Callable[[Node], Awaitable[T]], **more: Any) -> T:
+    """Run ``work(node)``."""
+    from weenv.environment.node import Node, load
+
+    config = load(
+        options["config_path"],
+        address=options["address"],
+        namespace=options["namespace"],
+        snapshotter=options["snapshotter"],
+        **more,
+    )
+
+    async def run() -> T:
+        async with Node(config) as node:
+            return await work(node)
+
+    return asyncio.run(run())
+
+
+def variables(words: tuple[str, ...]) -> dict[str, str]:
+    """``NAME=VALUE``, or ``NAME`` for what this process has."""
+    found = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if equals:
+            found[name] = value
+        elif name in os.environ:
+            found[name] = os.environ[name]
+    return found
+
+
+def size(text: str | None) -> int:
+    """Bytes: ``512m``, ``2GiB``, ``1048576``. Raises click.BadParameter."""
+    if not text:
+        return 0
+    import re
+
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
+    if match is None:
+        raise click.BadParameter(f"not a size: {text!r} (write 512m or 2g)")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
+
+
+@click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
+@click.option("--rm", "remove", is_flag=True, help="Remove it when it ends, or when this command does.")
+@click.option("-d", "--detach", is_flag=True, help="Leave it running; print its name.")
+@click.option("-i", "--interactive", is_flag=True, help="Give it this command's input.")
+@click.option("-t", "--tty", is_flag=True, help="Give it a terminal.")
+@click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; without value: as it is here.")
+@click.option("-v", "--volume", multiple=True, metavar="SRC:DST[:ro]", help="Show a directory or file of this machine.")
+@click.option("-w", "--workdir", default="", metavar="DIR", help="Working directory.")
+@click.option("-u", "--user", default="", metavar="USER[:GROUP]", help="Who to run as.")
+@click.option("--entrypoint", metavar="PROGRAM", help="Replace the image's entrypoint.")
+@click.option("--cpus", type=float, default=0.0, metavar="N", help="At most so many cores.")
+@click.option("--memory", metavar="SIZE", help="At most so much memory, such as 512m.")
+@click.option("--pids", type=int, default=0, metavar="N", help="At most so many processes.")
+@click.option("--network", type=click.Choice(["none", "host"]), help="none: loopback only.  [default: run.network]")
+@click.option("--hostname", default="", help="Its name to itself.")
+@click.option("--read-only", is_flag=True, help="Mount its root read-only.")
+@click.option("--no-new-privileges", is_flag=True, help="Let no program gain privileges.")
+@click.option("--init", is_flag=True, help="Run the command beside a first process that reaps orphans.")
+@click.option("--runtime", metavar="NAME|PATH", help="containerd runtime, or OCI runtime program.  [default: run.runtime]")
+@click.option("--name", default="", help="Its name.  [default: made from the plan's]")
+@node_options
+@click.argument("target", metavar="PLAN|IMAGE")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
+def run(target: str, command: tuple[str, ...], **o: Any) -> None:
+    """Start an environment from a plan (a file) or an image, and run a command in it.
+
+    The exit status is the command's, 128 + n where signal n ended it. With -d, what it writes is kept for weenv logs;
+    without any command of its own it then waits to be used by weenv exec.
+
+    \b
+    Examples:
+      weenv run --rm task.yaml -- pytest -q
+      weenv run -d --name task-17 --cpus 2 --memory 4g task.yaml
+      weenv run --rm -it registry.example/team/env:1-lazy -- bash
+    """
+    from weenv.environment.spec import Limits, Options, parse_bind
+
+    if o["detach"] and (o["interactive"] or o["tty"]):
+        raise click.UsageError("-d leaves nobody to read the input: use it without -i and -t")
+    if command and command[0] == "--":
+        command = command[1:]
+    binds = tuple(parse_bind(text) for text in o["volume"])
+    for bind in binds:
+        if not os.path.exists(bind.source):
+            raise WeenvError(f"{bind.source} does not exist", hint="what -v shows must be there")
+    memory = size(o["memory"])
+
+    async def work(node: Node) -> int:
+        from weenv.environment import attended
+
+        options = Options(
+            args=command,
+            entrypoint=(o["entrypoint"],) if o["entrypoint"] is not None else None,
+            env=variables(o["env"]),
+            cwd=o["workdir"],
+            user=o["user"],
+            binds=binds,
+            limits=Limits(o["cpus"], memory, o["pids"]),
+            network=o["network"] or node.run.network,
+            hostname=o["hostname"],
+            terminal=o["tty"],
+            read_only=o["read_only"],
+            new_privileges=not o["no_new_privileges"],
+        )
+        wanted = attended.Wanted(target, options, o["name"], o["remove"], o["interactive"], o["init"])
+        if o["detach"]:
+            click.echo(await attended.detached(node, wanted))
+            return 0
+        return await attended.attached(node, wanted)
+
+    sys.exit(on_node(o, work, runtime=o["runtime"]))
+
+
+@click.command("exec", context_settings={"allow_interspersed_args": False})
+@click.option("-i", "--interactive", is_flag=True, help="Give it this command's input.")
+@click.option("-t", "--tty", is_flag=True, help="Give it a terminal.")
+@click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; without value: as it is here.")
+@click.option("-w", "--workdir", default="", metavar="DIR", help="Working directory.")
+@click.option("-u", "--user", default="", metavar="USER[:GROUP]", help="Who to run as.")
+@click.option("--timeout", type=float, metavar="SECONDS", help="Kill it and all it started after so long; exit status 124.")
+@node_options
+@click.argument("environment")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")
+def exec_(environment: str, command: tuple[str, ...], **o: Any) -> None:
+    """Run a command in a running environment. The exit status is the command's.
+
+    \b
+    Examples:
+      weenv exec task-17 -- pytest -q tests/test_fix.py
+      tar c src | weenv exec -i task-17 -- tar x -C /testbed
+    """
+    if command[0] == "--":
+        command = command[1:]
+
+    async def work(node: Node) -> int:
+        from weenv.environment import attended
+
+        return await attended.added(
+            node, environment, command, env=variables(o["env"]), cwd=o["workdir"], user=o["user"], timeout=o["timeout"],
+            interactive=o["interactive"], terminal=o["tty"],
+        )  # fmt: skip
+
+    sys.exit(on_node(o, work))
+
+
+@click.command()
+@click.option("-a", "--all", "everything", is_flag=True, help="Also those that have ended.")
+@click.option("-q", "--quiet", is_flag=True, help="Names only.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+@node_options
+def ps(everything: bool, quiet: bool, as_json: bool, **o: Any) -> None:
+    """List environments.
+
+    \b
+    Examples:
+      weenv ps
+      weenv ps --all --json | jq -r '.[] | select(.status == "stopped") | .name'
+    """
+
+    async def work(node: Node) -> list[dict[str, Any]]:
+        from weenv.environment import listing
+
+        return await listing.rows(node, everything=everything)
+
+    rows = on_node(o, work)
+    if as_json:
+        from weenv.cli import render
+
+        render.print_json(rows)
+    elif quiet:
+        for row in rows:
+            click.echo(row["name"])
+    else:
+        from weenv.cli import render
+
+        table = [
+            (row["name"], render.escape(row["plan"]), render.escape(row["image"]), _status(row), str(row["pid"] or "-"),
+             render.seconds(row["age"]), render.escape(" ".join(row["command"])[:60]))
+            for row in rows
+        ]  # fmt: skip
+        render.table(["name", "plan", "image", "status", "pid", "age", "command"], table, right=[4, 5])
+
+
+def _status(row: dict[str, Any]) -> str:
+    return f"{row['status']} ({row['exit_status']})" if row["status"] == "stopped" else str(row["status"])
+
+
+@click.command()
+@click.option("-f", "--follow", is_flag=True, help="Go on until the environment ends.")
+@node_options
+@click.argument("environment")
+def logs(environment: str, follow: bool, **o: Any) -> None:
+    """Print what a detached environment has written: its standard output and error, each to its own.
+
+    \b
+    Example:
+      weenv logs -f task-17
+    """
+
+    async def work(node: Node) -> None:
+        from weenv.environment import listing
+
+        await listing.logs(node, environment, follow=follow)
+
+    on_node(o, work)
+
+
+@click.command()
+@click.option("-t", "--time", "grace", type=float, default=10.0, show_default=True, help="Seconds from SIGTERM to SIGKILL.")
+@node_options
+@click.argument("environments", nargs=-1, required=True)
+def stop(environments: tuple[str, ...], grace: float, **o: Any) -> None:
+    """End environments: SIGTERM, and SIGKILL for what is left after a while.
+
+    \b
+    Example:
+      weenv stop -t 2 task-17
+    """
+
+    async def work(node: Node) -> None:
+        from weenv.environment import lifecycle
+
+        for name in environments:
+            container = await lifecycle.find(node, name)
+            await lifecycle.stop(node, container.id, grace=grace)
+            click.echo(container.id)
+
+    on_node(o, work)
+
+
+@click.command()
+@click.option("-f", "--force", is_flag=True, help="Also what runs: it is killed.")
+@click.option("-a", "--all", "everything", is_flag=True, help="All environments of the namespace.")
+@node_options
+@click.argument("environments", nargs=-1)
+def rm(environments: tuple[str, ...], force: bool, everything: bool, **o: Any) -> None:
+    """Remove environments, and those that a command which was killed has left behind.
+
+    \b
+    Examples:
+      weenv rm -f task-17
+      weenv rm --all
+    """
+
+    async def work(node: Node) -> int:
+        from weenv.environment import lifecycle, listing
+
+        for name in await lifecycle.sweep(node):
+            click.echo(name)
+        return await listing.remove(node, environments, force=force, everything=everything, said=click.echo)
+
+    sys.exit(on_node(o, work))

@@ -1,0 +1,304 @@
+"""Environments in Python, synchronous and asynchronous.
+
+::
+
+    import weenv
+
+    with weenv.Environment.start("task.yaml") as env:
+        env.write_file("/testbed/fix.py", b"...")
+        result = env.exec(["pytest", "-q"], cwd="/testbed", timeout=600)
+        print(result.exit_code, result.timed_out, result.text)
+
+    async with await weenv.AsyncEnvironment.start(plan) as env:
+        await env.exec(["true"])
+
+What is started is a process that only waits, in any image; commands run beside it. The environment is removed when the
+block ends, and by the next ``weenv`` command on the machine should this process be killed. :class:`Environment` may be
+used from any number of threads; each call blocks its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+from collections.abc import Coroutine, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from weenv.environment import lifecycle, waiter
+from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes
+from weenv.environment.images import prepare
+from weenv.environment.model import Plan
+from weenv.environment.node import Node, NodeConfig, load
+from weenv.environment.rootfs import open_process_root, read_account_files, read_file, write_file
+from weenv.environment.spec import Limits, Options, parse_bind
+from weenv.environment.users import User, resolve_user
+from weenv.plugin.containerd.runtime import Container, Status
+
+T = TypeVar("T")
+
+
+class AsyncEnvironment:
+    """A running environment. Make one by :meth:`start` or :meth:`attach`; use as ``async with``."""
+
+    def __init__(self, node: Node, container: Container, pid: int, *, keep: bool) -> None:
+        self._node = node
+        self._container = container
+        self._keep = keep
+        self._closed = False
+        self.pid = pid
+        """Process id of the first process, as this machine numbers it."""
+
+    @classmethod
+    async def start(
+        cls,
+        plan: Plan | str,
+        *,
+        command: Sequence[str] | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
+        binds: Sequence[str] = (),
+        cpus: float = 0.0,
+        memory: int = 0,
+        pids: int = 0,
+        network: str | None = None,
+        name: str = "",
+        keep: bool = False,
+        config: NodeConfig | None = None,
+    ) -> AsyncEnvironment:
+        """Start a plan (or the path of one, or an image).
+
+        ``command`` replaces the process that waits; ``binds`` are ``SOURCE:TARGET[:ro]``; ``memory`` is in bytes, ``cpus``
+        in cores, 0 for what the plan says. ``keep``: it outlives the block and this process. ``config`` as
+        :func:`weenv.environment.node.load` gives it, by default the machine's. Raises WeenvError.
+        """
+        settings = config or load()
+        node = Node(settings)
+        try:
+            ready = await prepare(plan, node)
+            options = Options(
+                args=tuple(command or ()),
+                env=dict(env or {}),
+                cwd=cwd,
+                user=user,
+                binds=tuple(parse_bind(text) for text in binds),
+                limits=Limits(cpus, memory, pids),
+                network=network or settings.run.network,
+                init="" if command else await asyncio.to_thread(waiter.install, node.directory),
+            )
+            made = await lifecycle.start(node, ready, options, name=name, remove_at_end=not keep)
+        except BaseException:
+            await node.close()
+            raise
+        return cls(node, made.container, made.pid, keep=keep)
+
+    @classmethod
+    async def attach(cls, name: str, *, config: NodeConfig | None = None) -> AsyncEnvironment:
+        """A handle of an environment that runs already; closing it leaves it running. Raises NoSuchEnvironment."""
+        node = Node(config or load())
+        try:
+            container = await lifecycle.find(node, name)
+            process = await node.tasks.get(container.id)
+            if process.status is not Status.RUNNING:
+                raise lifecycle.NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended")
+        except BaseException:
+            await node.close()
+            raise
+        return cls(node, container, process.pid, keep=True)
+
+    @property
+    def id(self) -> str:
+        """Its name, for ``weenv exec`` and the others."""
+        return self._container.id
+
+    async def __aenter__(self) -> AsyncEnvironment:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Remove it (unless it is kept) and close the connection. Calling it again does nothing."""
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if not self._keep:
+                await asyncio.shield(lifecycle.remove(self._node, self.id))
+        finally:
+            await self._node.close()
+
+    async def exec(
+        self,
+        args: Sequence[str],
+        *,
+        timeout: float | None = None,  # noqa: ASYNC109 - kills the process tree, which asyncio.timeout would do as well
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
+        input: bytes | None = None,  # noqa: A002 - as subprocess.run has it
+        limit: int = LIMIT,
+    ) -> ExecResult:
+        """Run a command and wait for it.
+
+        After ``timeout`` seconds everything that it started is killed, and ``timed_out`` says so; the same happens where
+        the caller is cancelled. ``limit`` bounds what is kept of each stream (bytes). Raises WeenvError.
+        """
+        who = await asyncio.to_thread(self._user, user) if user else None
+        command = Command(tuple(args), dict(env or {}), cwd, who, timeout, limit)
+        feed = feed_bytes(input) if input is not None else None
+        base = lifecycle.base_process(self._container)
+        return await execute(self._node, self.id, self.pid, base, command, feed=feed)
+
+    def _user(self, text: str) -> User:
+        root = open_process_root(self.pid)
+        try:
+            return resolve_user(text, *read_account_files(root))
+        finally:
+            os.close(root)
+
+    async def read_file(self, path: str, *, limit: int = LIMIT) -> bytes:
+        """The bytes of a regular file, at most ``limit``. Raises FileError, LimitError."""
+
+        def read() -> bytes:
+            root = open_process_root(self.pid)
+            try:
+                return read_file(root, path, limit=limit)
+            finally:
+                os.close(root)
+
+        return await self._node.in_thread(read)
+
+    async def write_file(
+        self, path: str, data: bytes, *, mode: int | None = None, owner: tuple[int, int] | None = None
+    ) -> None:
+        """Write a file and the directories above it. A new one belongs to ``owner``, by default the environment's user.
+
+        Symbolic links are followed as within the environment, never out of it. Raises FileError.
+        """
+        user = lifecycle.base_process(self._container).get("user")
+        ids = user if isinstance(user, dict) else {}
+        whose = owner or (int(ids.get("uid", 0)), int(ids.get("gid", 0)))
+
+        def write() -> None:
+            root = open_process_root(self.pid)
+            try:
+                write_file(root, path, data, mode=mode, owner=whose)
+            finally:
+                os.close(root)
+
+        await self._node.in_thread(write)
+
+    async def stop(self, *, grace: float = 10.0) -> int:
+        """End the first process by SIGTERM, after ``grace`` seconds by SIGKILL; its exit status."""
+        ended = await lifecycle.stop(self._node, self.id, grace=grace, number=signal.SIGTERM)
+        return ended.status if ended is not None else 0
+
+    async def wait(self) -> int:
+        """Wait until the first process ends; its exit status."""
+        return (await lifecycle.wait(self._node, self.id)).status
+
+
+class _Portal:
+    """One event loop in a thread, for all synchronous environments of the process."""
+
+    _lock = threading.Lock()
+    _shared: _Portal | None = None
+
+    def __init__(self) -> None:
+        self.pid = os.getpid()
+        self.loop = asyncio.new_event_loop()
+        threading.Thread(target=self.loop.run_forever, name="weenv", daemon=True).start()
+
+    @classmethod
+    def shared(cls) -> _Portal:
+        """The process's own; a forked child gets another."""
+        with cls._lock:
+            if cls._shared is None or cls._shared.pid != os.getpid():
+                cls._shared = cls()
+            return cls._shared
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run it there and wait; a KeyboardInterrupt here cancels it there."""
+        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                future.cancel()
+            raise
+
+
+class Environment:
+    """:class:`AsyncEnvironment` for callers without an event loop; the same methods, each waiting for its result."""
+
+    def __init__(self, inner: AsyncEnvironment, portal: _Portal) -> None:
+        self._inner = inner
+        self._portal = portal
+
+    @classmethod
+    def start(cls, plan: Plan | str, **options: Any) -> Environment:
+        """Start a plan; the options are those of :meth:`AsyncEnvironment.start`."""
+        portal = _Portal.shared()
+        return cls(portal.run(AsyncEnvironment.start(plan, **options)), portal)
+
+    @classmethod
+    def attach(cls, name: str, *, config: NodeConfig | None = None) -> Environment:
+        """See :meth:`AsyncEnvironment.attach`."""
+        portal = _Portal.shared()
+        return cls(portal.run(AsyncEnvironment.attach(name, config=config)), portal)
+
+    @property
+    def id(self) -> str:
+        """Its name, for ``weenv exec`` and the others."""
+        return self._inner.id
+
+    @property
+    def pid(self) -> int:
+        """Process id of the first process, as this machine numbers it."""
+        return self._inner.pid
+
+    def __enter__(self) -> Environment:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See :meth:`AsyncEnvironment.close`."""
+        self._portal.run(self._inner.close())
+
+    def exec(
+        self,
+        args: Sequence[str],
+        *,
+        timeout: float | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str = "",
+        user: str = "",
+        input: bytes | None = None,  # noqa: A002 - as subprocess.run has it
+        limit: int = LIMIT,
+    ) -> ExecResult:
+        """See :meth:`AsyncEnvironment.exec`."""
+        return self._portal.run(self._inner.exec(args, timeout=timeout, env=env, cwd=cwd, user=user, input=input, limit=limit))
+
+    def read_file(self, path: str, *, limit: int = LIMIT) -> bytes:
+        """See :meth:`AsyncEnvironment.read_file`."""
+        return self._portal.run(self._inner.read_file(path, limit=limit))
+
+    def write_file(self, path: str, data: bytes, *, mode: int | None = None, owner: tuple[int, int] | None = None) -> None:
+        """See :meth:`AsyncEnvironment.write_file`."""
+        self._portal.run(self._inner.write_file(path, data, mode=mode, owner=owner))
+
+    def stop(self, *, grace: float = 10.0) -> int:
+        """See :meth:`AsyncEnvironment.stop`."""
+        return self._portal.run(self._inner.stop(grace=grace))
+
+    def wait(self) -> int:
+        """See :meth:`AsyncEnvironment.wait`."""
+        return self._portal.run(self._inner.wait())

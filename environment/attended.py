@@ -1,0 +1,341 @@
+"""Environments that a command line looks after: streams to and from this process, signals, and removal at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from weenv.core.errors import WeenvError
+from weenv.environment import lifecycle
+from weenv.environment.images import Ready, prepare
+from weenv.environment.node import Node
+from weenv.environment.spec import Options, command
+from weenv.environment.stdio import CHUNK, Streams
+from weenv.plugin.containerd.client import ContainerdError
+
+TIMED_OUT = 124
+"""Exit status of a command that ran out of time, as timeout(1) has it."""
+
+GRACE = 10.0
+"""Seconds from the first SIGINT or SIGTERM to SIGKILL."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What ``weenv run`` was asked for."""
+
+    target: str
+    options: Options
+    name: str = ""
+    remove: bool = False
+    interactive: bool = False
+    init: bool = False
+
+
+def write_out(data: bytes) -> None:
+    """To standard output."""
+    _write(1, data)
+
+
+def write_err(data: bytes) -> None:
+    """To standard error."""
+    _write(2, data)
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            import select
+
+            select.select([], [fd], [])
+
+
+def _run_mutations(ready: Ready) -> list[tuple[tuple[str, ...], str]]:
+    plan = ready.plan
+    return [(item.run, item.directory) for item in plan.mutations if item.run] if plan is not None else []
+
+
+def _waiting(node: Node, options: Options) -> Options:
+    from weenv.environment import waiter
+
+    return replace(options, init=waiter.install(node.directory))
+
+
+async def detached(node: Node, wanted: Wanted) -> str:
+    """Start and leave it; its id."""
+    ready = await prepare(wanted.target, node)
+    options = wanted.options
+    config = ready.config.get("config") or {}
+    runs = _run_mutations(ready)
+    if wanted.init or runs or not command(config, options):
+        options = _waiting(node, options)
+    made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove, owned=False)
+    if runs:
+        await _mutate(node, made, runs)
+    await lifecycle.sweep(node)
+    return made.container.id
+
+
+async def attached(node: Node, wanted: Wanted) -> int:
+    """Start, connect the streams, wait, and remove it where that is asked for; the exit status."""
+    ready = await prepare(wanted.target, node)
+    options = wanted.options
+    runs = _run_mutations(ready)
+    if wanted.init or runs:
+        return await _beside(node, wanted, ready, runs)
+    streams: list[Streams] = []
+
+    def connect(home: str) -> Streams:
+        made = Streams(home, stdout=write_out, stderr=write_err, stdin=wanted.interactive, terminal=options.terminal, keep=True)
+        streams.append(made)
+        return made
+
+    with _terminal(options.terminal) as size:
+        made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove, streams=connect)
+        container = made.container.id
+        ended = False
+        try:
+            async with _signals(node, container), _helpers() as helpers:
+                if wanted.interactive:
+                    helpers.append(asyncio.ensure_future(_feed(node, container, "", streams[0])))
+                if size is not None:
+                    helpers.append(asyncio.ensure_future(_follow_size(node, container, "", size)))
+                helpers.append(asyncio.ensure_future(_sweep(node)))
+                status = (await lifecycle.wait(node, container)).status
+                ended = True
+                await streams[0].drain()
+        finally:
+            streams[0].close()
+            if wanted.remove:
+                await asyncio.shield(lifecycle.remove(node, container, ended=ended))
+    for reader in streams[0].readers:
+        if reader.error is not None:
+            raise reader.error
+    return status
+
+
+async def _sweep(node: Node) -> None:
+    with contextlib.suppress(WeenvError):
+        await lifecycle.sweep(node)
+
+
+async def _beside(node: Node, wanted: Wanted, ready: Ready, runs: list[tuple[tuple[str, ...], str]]) -> int:
+    """The command beside a waiting first process, after the plan's own commands."""
+    args = tuple(command(ready.config.get("config") or {}, wanted.options))
+    if not args:
+        raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
+    options = replace(_waiting(node, wanted.options), terminal=False)
+    made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove)
+    try:
+        await _mutate(node, made, runs)
+        return await added(node, made.container.id, args, interactive=wanted.interactive, terminal=wanted.options.terminal)
+    finally:
+        if wanted.remove:
+            await asyncio.shield(lifecycle.remove(node, made.container.id))
+        else:
+            await lifecycle.stop(node, made.container.id, grace=0)
+
+
+async def _mutate(node: Node, made: lifecycle.Started, runs: list[tuple[tuple[str, ...], str]]) -> None:
+    """The plan's ``run`` mutations. Raises WeenvError, and removes the environment, where one fails."""
+    from weenv.environment.exec import Command, execute
+
+    base = lifecycle.base_process(made.container)
+    try:
+        for args, directory in runs:
+            result = await execute(node, made.container.id, made.pid, base, Command(args, {}, directory))
+            if result.exit_code:
+                text = (result.stderr or result.stdout).decode("utf-8", "replace").strip().splitlines()
+                raise WeenvError(
+                    f"the plan's command {' '.join(args)[:100]!r} ended with {result.exit_code}: {(text or [''])[-1][:300]}"
+                )
+    except BaseException:
+        await asyncio.shield(lifecycle.remove(node, made.container.id))
+        raise
+
+
+async def added(
+    node: Node,
+    environment: str,
+    args: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    cwd: str = "",
+    user: str = "",
+    timeout: float | None = None,  # noqa: ASYNC109
+    interactive: bool = False,
+    terminal: bool = False,
+) -> int:
+    """Run a command in a running environment with this process's streams; the exit status."""
+    from weenv.environment.exec import Command, execute
+
+    container = await lifecycle.find(node, environment)
+    try:
+        pid = (await node.tasks.get(container.id)).pid
+    except ContainerdError as error:
+        raise lifecycle.NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended") from error
+    who = None
+    if user:
+        from weenv.environment.rootfs import open_process_root, read_account_files
+        from weenv.environment.users import resolve_user
+
+        root = open_process_root(pid)
+        try:
+            who = resolve_user(user, *read_account_files(root))
+        finally:
+            os.close(root)
+    run = Command(tuple(args), dict(env or {}), cwd, who, timeout, terminal=terminal)
+    loop = asyncio.get_running_loop()
+    began: asyncio.Future[str] = loop.create_future()
+    with _terminal(terminal) as size:
+        work = asyncio.ensure_future(
+            execute(
+                node, container.id, pid, lifecycle.base_process(container), run,
+                feed=_copy_input if interactive else None, stdout=write_out, stderr=write_err, started=began.set_result,
+            )
+        )  # fmt: skip
+
+        async def sized() -> None:
+            assert size is not None
+            await _follow_size(node, container.id, await began, size)
+
+        caught: list[int] = []
+
+        def end(number: int) -> None:
+            caught.append(number)
+            work.cancel()
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        for number in numbers:
+            loop.add_signal_handler(number, end, number)
+        try:
+            async with _helpers() as helpers:
+                if size is not None:
+                    helpers.append(asyncio.ensure_future(sized()))
+                result = await work
+        except asyncio.CancelledError:
+            if not caught:
+                raise
+            return 128 + caught[0]
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+    if result.stderr:
+        write_err(result.stderr)
+    return TIMED_OUT if result.timed_out else result.exit_code
+
+
+@contextlib.asynccontextmanager
+async def _helpers() -> AsyncIterator[list[asyncio.Future[None]]]:
+    """Tasks that end with the block."""
+    tasks: list[asyncio.Future[None]] = []
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def _signals(node: Node, container: str) -> AsyncIterator[None]:
+    """Signals go to the environment; the second one, or GRACE seconds, kill it."""
+    loop = asyncio.get_running_loop()
+    sent: list[asyncio.Task[None]] = []
+
+    async def end(number: int, again: bool) -> None:
+        with contextlib.suppress(ContainerdError):
+            if not again:
+                await node.tasks.kill(container, number)
+                await asyncio.sleep(GRACE)
+            await node.tasks.kill(container, signal.SIGKILL, everyone=True)
+
+    def caught(number: int) -> None:
+        sent.append(loop.create_task(end(number, bool(sent))))
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    for number in numbers:
+        loop.add_signal_handler(number, caught, number)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+        for task in sent:
+            task.cancel()
+        await asyncio.gather(*sent, return_exceptions=True)
+
+
+async def _copy_input(write: Callable[[bytes], Awaitable[None]]) -> None:
+    """This process's standard input, until its end. A thread reads: it may be a file, which cannot be waited for."""
+    import threading
+
+    loop = asyncio.get_running_loop()
+    room = asyncio.Semaphore(4)
+    parts: asyncio.Queue[bytes] = asyncio.Queue()
+
+    def read() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            while True:
+                asyncio.run_coroutine_threadsafe(room.acquire(), loop).result()
+                try:
+                    data = os.read(0, CHUNK)
+                except OSError:
+                    data = b""
+                loop.call_soon_threadsafe(parts.put_nowait, data)
+                if not data:
+                    return
+
+    threading.Thread(target=read, name="weenv-stdin", daemon=True).start()
+    while data := await parts.get():
+        await write(data)
+        room.release()
+
+
+async def _feed(node: Node, container: str, process: str, streams: Streams) -> None:
+    assert streams.writer is not None
+    await _copy_input(streams.writer.write)
+    streams.writer.close()
+    with contextlib.suppress(ContainerdError):
+        await node.tasks.close_stdin(container, process)
+
+
+@contextlib.contextmanager
+def _terminal(wanted: bool) -> Iterator[asyncio.Event | None]:
+    """Our own terminal in raw mode for the block; an event that is set whenever its size changes."""
+    if not wanted:
+        yield None
+        return
+    if not sys.stdin.isatty():
+        raise WeenvError("this is not a terminal", hint="leave -t out")
+    import termios
+    import tty
+
+    changed = asyncio.Event()
+    changed.set()
+    before = termios.tcgetattr(0)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGWINCH, changed.set)
+    try:
+        tty.setraw(0)
+        yield changed
+    finally:
+        loop.remove_signal_handler(signal.SIGWINCH)
+        termios.tcsetattr(0, termios.TCSADRAIN, before)
+
+
+async def _follow_size(node: Node, container: str, process: str, changed: asyncio.Event) -> None:
+    while True:
+        await changed.wait()
+        changed.clear()
+        width, height = os.get_terminal_size(0)
+        with contextlib.suppress(ContainerdError):
+            await node.tasks.resize(container, width, height, process=process)

@@ -1,0 +1,210 @@
+"""One more process in a running environment: its streams, its end, and the end of all it started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from weenv.core.errors import WeenvError
+from weenv.environment.lifecycle import NoSuchEnvironment, StartError, patiently, start_error
+from weenv.environment.node import Node
+from weenv.environment.processes import MARKER, enclose, end_family, group_of, release
+from weenv.environment.spec import added_process
+from weenv.environment.stdio import Collected, Sink, Streams
+from weenv.environment.users import User
+from weenv.plugin.containerd.client import ContainerdError
+from weenv.plugin.containerd.runtime import Exit
+
+LIMIT = 64 << 20
+"""Bytes kept of each output stream, unless told otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """How a command ended and what it wrote.
+
+    ``exit_code``: its status, 128 + n where signal n ended it, 127 or 126 where it could not be started (``stderr`` says
+    why). ``dropped``: bytes beyond the limit that were read and not kept. ``seconds``: from start to end.
+    """
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+    timed_out: bool = False
+    dropped: int = 0
+    seconds: float = 0.0
+
+    @property
+    def ok(self) -> bool:
+        """True for exit status 0."""
+        return self.exit_code == 0
+
+    @property
+    def text(self) -> str:
+        """Standard output as text; what is not UTF-8 is replaced."""
+        return self.stdout.decode("utf-8", "replace")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """What to run and how. ``timeout`` in seconds, None: none. ``limit``: bytes kept of each stream."""
+
+    args: tuple[str, ...]
+    env: Mapping[str, str]
+    cwd: str = ""
+    user: User | None = None
+    timeout: float | None = None
+    limit: int = LIMIT
+    terminal: bool = False
+
+
+Feed = Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]]
+"""Gets a function that writes to the command's input; the input ends when it returns."""
+
+
+async def execute(
+    node: Node,
+    container: str,
+    first: int,
+    base: Mapping[str, object],
+    command: Command,
+    *,
+    feed: Feed | None = None,
+    stdout: Sink | None = None,
+    stderr: Sink | None = None,
+    started: Callable[[str], None] | None = None,
+) -> ExecResult:
+    """Run a command beside the first process (pid ``first``). Given sinks get the output instead of the result.
+
+    When time is up, or the caller is cancelled, everything that the command started is killed. Raises WeenvError.
+    """
+    loop = asyncio.get_running_loop()
+    name = "x" + secrets.token_hex(8)
+    kept = Collected(command.limit), Collected(command.limit)
+    spec = added_process(
+        base,
+        command.args,
+        env={**command.env, MARKER: name},
+        cwd=command.cwd,
+        user=command.user,
+        terminal=command.terminal,
+    )
+    streams = Streams(
+        os.path.join(node.home(container), "x-" + name),
+        stdout=stdout or kept[0],
+        stderr=stderr or kept[1],
+        stdin=feed is not None,
+        terminal=command.terminal,
+    )
+    begin = loop.time()
+    try:
+        try:
+            await node.tasks.exec(container, name, spec, streams.stdio)
+        except ContainerdError as error:
+            if error.code in ("NOT_FOUND", "FAILED_PRECONDITION"):
+                raise NoSuchEnvironment(f"{container} does not run", hint="weenv ps --all shows how it ended") from error
+            raise
+        process = _Added(node, container, first, name)
+        try:
+            timed_out, ended = await process.run(command, streams, feed, started)
+            seconds = loop.time() - begin
+            await streams.drain()
+        except StartError as error:
+            return ExecResult(error.exit_code, b"", f"weenv: {error.message}\n".encode(), seconds=loop.time() - begin)
+        finally:
+            # A child that lives on holds the streams, and the shim waits two seconds for them: nobody else has to.
+            node.background(process.delete())
+    finally:
+        streams.close()
+    for reader in streams.readers:
+        if reader.error is not None:
+            raise reader.error
+    dropped = kept[0].dropped + kept[1].dropped
+    return ExecResult(ended.status, kept[0].bytes(), kept[1].bytes(), timed_out, dropped, seconds)
+
+
+class _Added:
+    def __init__(self, node: Node, container: str, first: int, name: str) -> None:
+        self.node = node
+        self.container = container
+        self.first = first
+        self.name = name
+        self.group = ""
+        self.enclosure = ""
+
+    async def run(
+        self, command: Command, streams: Streams, feed: Feed | None, started: Callable[[str], None] | None
+    ) -> tuple[bool, Exit]:
+        """Start, feed, wait; (timed out, how it ended). The process is taken away again. Raises WeenvError."""
+        helpers: list[asyncio.Task[None]] = []
+        leader = 0
+        ended: Exit | None = None
+        try:
+            try:
+                leader = await self.node.tasks.start(self.container, self.name)
+            except ContainerdError as error:
+                raise start_error(error) from error
+            if started is not None:
+                started(self.name)
+            enclosing = asyncio.ensure_future(self.node.in_thread(self._enclose, leader))
+            helpers.append(asyncio.ensure_future(self._feed(streams, feed)))
+            timed_out = False
+            try:
+                async with asyncio.timeout(command.timeout):
+                    ended = await self._wait()
+            except TimeoutError:
+                timed_out = True
+            finally:
+                if ended is None:
+                    await asyncio.shield(self._end(leader, enclosing))
+                else:
+                    await enclosing
+            if ended is None:
+                async with asyncio.timeout(30):
+                    ended = await self._wait()
+            return timed_out, ended
+        finally:
+            for helper in helpers:
+                helper.cancel()
+            await asyncio.gather(*helpers, return_exceptions=True)
+            if self.enclosure:
+                release(self.enclosure)
+
+    async def _wait(self) -> Exit:
+        return await patiently(lambda: self.node.tasks.wait(self.container, self.name))
+
+    def _enclose(self, leader: int) -> None:
+        with contextlib.suppress(OSError):
+            self.group = group_of(self.first)
+            if self.group:
+                self.enclosure = enclose(leader, self.group, self.name)
+
+    async def _end(self, leader: int, enclosing: asyncio.Future[None]) -> None:
+        await asyncio.gather(enclosing, return_exceptions=True)
+        await self.node.in_thread(end_family, leader, self.first, self.name, self.group, self.enclosure)
+
+    async def _feed(self, streams: Streams, feed: Feed | None) -> None:
+        if feed is None or streams.writer is None:
+            return
+        await feed(streams.writer.write)
+        streams.writer.close()
+        with contextlib.suppress(ContainerdError):
+            await self.node.tasks.close_stdin(self.container, self.name)
+
+    async def delete(self) -> None:
+        """Take the ended process away; what fails then goes with the environment."""
+        with contextlib.suppress(WeenvError):
+            await patiently(lambda: self.node.tasks.delete_process(self.container, self.name), 10)
+
+
+def feed_bytes(data: bytes) -> Feed:
+    """A feed of these bytes."""
+
+    async def feed(write: Callable[[bytes], Awaitable[None]]) -> None:
+        await write(data)
+
+    return feed

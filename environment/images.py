@@ -1,0 +1,119 @@
+"""From what a caller names (a plan, a plan's file, an image) to an image that containerd can start.
+
+An image that containerd has, under exactly this name, is taken as it is. Everything else is a plan, if only of one group:
+resolved through the node's mapping cache, composed and registered, which costs no registry request and no layer byte
+where the groups are known.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weenv.core.digest import chain_id, is_digest, verify
+from weenv.core.errors import FormatError, WeenvError
+from weenv.environment.model import GroupUse, Plan
+from weenv.environment.node import Node
+from weenv.plugin.containerd.client import ContainerdError
+
+if TYPE_CHECKING:
+    from weenv.environment.compose import Composed
+
+_DOCUMENT = 4 << 20
+"""Bytes of a manifest or config read from containerd."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An image that can be started: its name in containerd, its config, the chainID of its top snapshot."""
+
+    name: str
+    config: dict[str, Any]
+    chain: str
+    plan: Plan | None = None
+
+
+def is_plan_file(text: str) -> bool:
+    """Whether an argument means a file: it ends as plans do, or is a path."""
+    return text.endswith((".yaml", ".yml", ".json")) or (text.startswith(("/", "./", "../")) and os.path.isfile(text))
+
+
+async def prepare(target: Plan | str, node: Node) -> Ready:
+    """Make ``target`` startable. Raises PlanError, BadReference, SourceError, NotLazyError, ContainerdError."""
+    if isinstance(target, Plan):
+        return await _composed(target, node)
+    if is_plan_file(target):
+        from weenv.environment.plan import load_plan
+
+        return await _composed(load_plan(target), node)
+    try:
+        return await _known(target, node)
+    except ContainerdError as error:
+        if error.code != "NOT_FOUND":
+            raise
+    name = target.rpartition("/")[2].partition("@")[0].partition(":")[0].lower() or "image"
+    return await _composed(Plan(name, (GroupUse(target),)), node)
+
+
+async def _known(name: str, node: Node) -> Ready:
+    """An image of containerd's. Raises ContainerdError NOT_FOUND where it has none of that name, or not unpacked."""
+    image = await node.namespace.get_image(name)
+    document = await _read(node, image.target.digest)
+    if "manifests" in document:
+        from weenv.registry.groupref.resolve import this_platform
+
+        wanted = this_platform()
+        for item in document["manifests"]:
+            platform = item.get("platform") or {}
+            if f"{platform.get('os')}/{platform.get('architecture')}" == wanted:
+                document = await _read(node, str(item.get("digest")))
+                break
+        else:
+            raise WeenvError(f"{name} has nothing for {wanted}")
+    config = await _read(node, str((document.get("config") or {}).get("digest")))
+    diff_ids = (config.get("rootfs") or {}).get("diff_ids") or []
+    if not diff_ids or not all(isinstance(item, str) and is_digest(item) for item in diff_ids):
+        raise FormatError("its config lists no layers", member=name)
+    chain = chain_id(diff_ids)
+    await node.snapshots.stat(chain)
+    return Ready(name, config, chain)
+
+
+async def _read(node: Node, digest: str) -> dict[str, Any]:
+    if not is_digest(digest):
+        raise FormatError(f"not a digest: {digest[:80]!r}")
+    data = await node.namespace.read_content(digest, limit=_DOCUMENT)
+    verify(data, digest, "what containerd holds")
+    value = json.loads(data)
+    if not isinstance(value, dict):
+        raise FormatError("not a JSON object", member=digest)
+    return value
+
+
+async def _composed(plan: Plan, node: Node) -> Ready:
+    from weenv.environment.compose import register
+
+    image = await _compose(plan, node)
+    await register(image, node.namespace, snapshotter=node.run.snapshotter)
+    return Ready(image.name, json.loads(image.config), image.chain, plan)
+
+
+async def _compose(plan: Plan, node: Node) -> Composed:
+    from weenv.core.errors import StorageError
+    from weenv.environment.build import compose
+    from weenv.plugin.snapshotter.config import registry_config
+    from weenv.registry.client import RegistryClient
+    from weenv.registry.groupref.cache import MappingCache
+    from weenv.registry.groupref.resolve import Resolver
+
+    try:
+        cache = MappingCache(os.path.join(node.config.root, "mapping.db"))
+    except StorageError:
+        cache = MappingCache()
+    try:
+        async with RegistryClient(registry_config(node.config.tables)) as client:
+            return await compose(plan, resolver=Resolver(client, cache), root=node.config.root)
+    finally:
+        cache.close()

@@ -1,0 +1,304 @@
+"""Environments from start to removal, over containerd's API.
+
+Nothing is left behind, whoever dies when. The container record comes first: its snapshot key keeps the snapshot from
+containerd's collector from the moment that is made, so no lease has to be renewed, and whatever comes after hangs on a
+record that carries our labels. Removal goes the other way: task, record, snapshot, directory; each step may find its work
+done. An environment to be removed at its end has the label ``dev.weenv.rm`` with the mark of its owner (owner.py);
+:func:`sweep`, which every command calls, removes those whose owner is gone and those without owner that have ended.
+
+::
+
+    record -> snapshot -> (spec with the user) -> task made -> task runs -> ended -> removed
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from weenv.core.errors import WeenvError
+from weenv.environment import accounts, owner
+from weenv.environment.images import Ready
+from weenv.environment.node import Node
+from weenv.environment.processes import accounts_swap, unified_only
+from weenv.environment.spec import Limits, Options, build_spec
+from weenv.environment.stdio import Streams
+from weenv.environment.users import User
+from weenv.plugin.containerd.client import ContainerdError
+from weenv.plugin.containerd.runtime import Container, Exit, Status, Stdio
+from weenv.plugin.containerd.types import Mount
+
+T = TypeVar("T")
+
+LABEL = "dev.weenv.environment"
+"""On every container of ours: the plan's or image's name."""
+LABEL_RM = "dev.weenv.rm"
+"""On those to be removed at their end: the owner's mark, or ``-`` where there is none."""
+LABEL_CEILING = "dev.weenv.ceiling"
+"""``<cores>,<bytes>``: how far a plan lets its environments grow; 0: no limit."""
+
+_LOST = frozenset({"UNAVAILABLE"})
+_GONE = frozenset({"NOT_FOUND"})
+
+
+class StartError(WeenvError):
+    """A command cannot be started. ``exit_code`` is what a shell would give: 127 not found, 126 not executable."""
+
+    def __init__(self, message: str, code: int, *, hint: str = "") -> None:
+        super().__init__(message, hint=hint)
+        self.exit_code = code
+
+
+class NoSuchEnvironment(WeenvError):
+    """There is no environment of that name, or it does not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A running environment as its starter knows it."""
+
+    container: Container
+    pid: int
+
+
+def start_error(error: ContainerdError) -> WeenvError:
+    """What a runtime says of a command that cannot be executed, as a shell would number it; else the error itself."""
+    text = error.message
+    for words, code in (
+        ("executable file not found", 127), ("no such file or directory", 127), ("permission denied", 126),
+        ("exec format error", 126), ("is a directory", 126),
+    ):  # fmt: skip
+        if words in text.lower() and ("exec" in text or "runc" in text or "OCI runtime" in text):
+            return StartError(f"the command cannot be executed: {text.rpartition('exec failed: ')[2][-300:]}", code)
+    return error
+
+
+async def patiently(work: Callable[[], Awaitable[T]], seconds: float = 60.0) -> T:
+    """Do it again while containerd is away, as in a restart; environments go on meanwhile. Raises ContainerdError."""
+    end = asyncio.get_running_loop().time() + seconds
+    while True:
+        try:
+            return await work()
+        except ContainerdError as error:
+            if error.code not in _LOST or asyncio.get_running_loop().time() > end:
+                raise
+        await asyncio.sleep(0.2)
+
+
+async def _unless(codes: frozenset[str], work: Awaitable[T]) -> T | None:
+    """The result, or None where it fails in one of these ways."""
+    try:
+        return await work
+    except ContainerdError as error:
+        if error.code not in codes:
+            raise
+        return None
+
+
+def new_id(name: str) -> str:
+    """An id that no other daemon of this machine has: they may share the runtime's directory."""
+    short = "".join(c for c in name if c.isalnum() or c in "._-").strip("._-")[:40] or "env"
+    return f"{short}-{secrets.token_hex(5)}"
+
+
+def limits_of(ready: Ready, options: Options) -> Limits:
+    """What is asked for, else what the plan gives at the start."""
+    asked = options.limits
+    given = ready.plan.resources if ready.plan is not None else None
+    return Limits(
+        asked.cpus or (given.cpu.start or given.cpu.ceiling if given else 0.0),
+        asked.memory or (int(given.memory.start or given.memory.ceiling) if given else 0),
+        asked.pids or (given.pids if given else 0),
+        accounts_swap(),
+    )
+
+
+async def start(
+    node: Node,
+    ready: Ready,
+    options: Options,
+    *,
+    name: str = "",
+    remove_at_end: bool = False,
+    owned: bool = True,
+    streams: Callable[[str], Streams] | None = None,
+) -> Started:
+    """Make and start an environment. What it writes goes to ``streams(home)``, or into two files where there are none.
+
+    ``owned``: this process removes it, see :func:`sweep`. Whatever fails, nothing is left. Raises WeenvError.
+    """
+    container = name or new_id(ready.plan.name if ready.plan is not None else ready.name.rpartition("/")[2].partition(":")[0])
+    labels = {LABEL: ready.plan.name if ready.plan is not None else ready.name}
+    if ready.plan is not None:
+        given = ready.plan.resources
+        labels[LABEL_CEILING] = f"{given.cpu.ceiling:g},{int(given.memory.ceiling)}"
+    if remove_at_end:
+        labels[LABEL_RM] = owner.mark() if owned else "-"
+    options = replace(options, limits=limits_of(ready, options), hostname=options.hostname or container[:63])
+    text = options.user or str((ready.config.get("config") or {}).get("User") or "")
+    user = accounts.remembered(node.directory, ready.chain, text)
+    unified = unified_only()
+
+    def record(who: User) -> Container:
+        spec = build_spec(ready.config, options, who, cgroup=node.cgroup(container), unified=unified)
+        return Container(container, ready.name, spec, node.run.snapshotter, container, labels, node.run.shim, node.run.binary)
+
+    made = record(user or User())
+    try:
+        await node.containers.create(made)
+    except ContainerdError as error:
+        if error.code == "ALREADY_EXISTS":
+            raise WeenvError(f"there is an environment {container!r} already", hint=f"weenv rm {container}") from error
+        raise
+    opened: Streams | None = None
+    try:
+        mounts = await node.snapshots.prepare(container, ready.chain)
+        if user is None:
+            user = await asyncio.to_thread(_look_up, node, ready, text, mounts)
+            made = record(user)
+            await node.containers.update(made, "spec")
+        home = node.home(container)
+        os.makedirs(home, mode=0o700, exist_ok=True)
+        if streams is not None:
+            opened = streams(home)
+            stdio = opened.stdio
+        else:
+            stdio = _log_files(home)
+        try:
+            pid = await node.tasks.create(container, mounts, stdio, binary=node.run.binary)
+            await node.tasks.start(container)
+        except ContainerdError as error:
+            raise start_error(error) from error
+    except BaseException:
+        if opened is not None:
+            opened.close()
+        await asyncio.shield(remove(node, container))
+        raise
+    return Started(made, pid)
+
+
+def _look_up(node: Node, ready: Ready, text: str, mounts: list[Mount]) -> User:
+    from weenv.environment.rootfs import open_snapshot, read_account_files
+    from weenv.environment.users import resolve_user
+
+    root = open_snapshot(mounts)
+    try:
+        passwd, group = read_account_files(root)
+    finally:
+        os.close(root)
+    found = resolve_user(text, passwd, group)
+    accounts.remember(node.directory, ready.chain, text, found)
+    return found
+
+
+def _log_files(home: str) -> Stdio:
+    """Files that the shim appends to: it takes any path that is no FIFO so (see weenv.environment.stdio)."""
+    paths = [os.path.join(home, name) for name in ("stdout", "stderr")]
+    for path in paths:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    return Stdio("", paths[0], paths[1])
+
+
+async def find(node: Node, name: str) -> Container:
+    """The record of an environment, by its id or the beginning of it. Raises NoSuchEnvironment."""
+    found = await _unless(_GONE, node.containers.get(name))
+    if found is not None and LABEL in found.labels:
+        return found
+    several = [item for item in await node.containers.find(f'labels."{LABEL}"') if item.id.startswith(name)]
+    if len(several) == 1 and name:
+        return several[0]
+    if several and name:
+        raise NoSuchEnvironment(f"{name!r} begins the names of {len(several)} environments", hint="write more of it")
+    raise NoSuchEnvironment(f"no environment {name[:80]!r}", hint="weenv ps --all lists them")
+
+
+async def wait(node: Node, container: str) -> Exit:
+    """Wait for the end of an environment's first process, over restarts of containerd."""
+    return await patiently(lambda: node.tasks.wait(container))
+
+
+async def stop(node: Node, container: str, *, grace: float = 10.0, number: int = signal.SIGTERM) -> Exit | None:
+    """Ask the first process to end, and after ``grace`` seconds kill everything; None where nothing ran."""
+    process = await _unless(_GONE, node.tasks.get(container))
+    if process is None:
+        return None
+    if process.status is Status.STOPPED:
+        return Exit(process.exit_status, process.exited, process.pid)
+    if process.status is Status.PAUSED:
+        await node.tasks.resume(container)
+    ended = asyncio.ensure_future(wait(node, container))
+    try:
+        if grace > 0:
+            await _ignore(node.tasks.kill(container, number))
+            await asyncio.wait([ended], timeout=grace)
+        if not ended.done():
+            await _ignore(node.tasks.kill(container, signal.SIGKILL, everyone=True))
+            await asyncio.wait([ended], timeout=30)
+        if not ended.done():
+            raise WeenvError(f"{container} does not end", hint="is a process of it in uninterruptible sleep?")
+        return await ended
+    finally:
+        ended.cancel()
+        await asyncio.gather(ended, return_exceptions=True)
+
+
+async def _ignore(work: Awaitable[object]) -> None:
+    """What says that there is nothing to do any more is no fault."""
+    with contextlib.suppress(ContainerdError):
+        await work
+
+
+async def remove(node: Node, container: str, *, ended: bool = False) -> None:
+    """Take an environment away, whatever state it is in; ``ended``: its task is known to have. Raises WeenvError."""
+    if not ended:
+        await _unless(_GONE, stop(node, container, grace=0))
+    for attempt in range(50):
+        try:
+            await patiently(lambda: node.tasks.delete(container))
+        except ContainerdError as error:
+            if error.code in _GONE:
+                break
+            # Between its end and the shim's word of it, or while it is being made.
+            if attempt == 49:
+                raise
+            await asyncio.sleep(0.05)
+            await _unless(_GONE, stop(node, container, grace=0))
+        else:
+            break
+    await patiently(lambda: _unless(_GONE, node.containers.delete(container)))
+    await patiently(lambda: _unless(_GONE, node.snapshots.remove(container)))
+    shutil.rmtree(node.home(container), ignore_errors=True)
+
+
+async def sweep(node: Node) -> list[str]:
+    """Remove the environments that were to be removed and have nobody left to do it; their names."""
+    removed = []
+    for item in await node.containers.find(f'labels."{LABEL_RM}"'):
+        mark = item.labels.get(LABEL_RM, "")
+        if mark == "-":
+            process = await _unless(_GONE, node.tasks.get(item.id))
+            if process is None or process.status is not Status.STOPPED:
+                continue
+        elif not await asyncio.to_thread(owner.is_gone, mark):
+            continue
+        try:
+            await remove(node, item.id)
+        except WeenvError:
+            continue  # somebody else's sweep, or containerd is in trouble: the next command tries again
+        removed.append(item.id)
+    return removed
+
+
+def base_process(container: Container) -> Mapping[str, object]:
+    """The first process's ``process`` object. Raises WeenvError where the record has none."""
+    found = container.spec.get("process")
+    if not isinstance(found, dict):
+        raise WeenvError(f"{container.id} has no process", hint="it was not made by weenv run")
+    return found

@@ -1,0 +1,438 @@
+"""Environments run for real: from the command line and from Python, under both containerd lines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import weenv
+from weenv.environment.images import prepare
+from weenv.environment.lifecycle import NoSuchEnvironment, StartError
+from weenv.environment.node import Node as RunNode
+from weenv.environment.node import NodeConfig, load
+from weenv.environment.rootfs import FileError
+from weenv_testkit import tools
+from weenv_testkit.images import Member, write_tar
+from weenv_testkit.node import SNAPSHOTTER, Node
+from weenv_testkit.procs import Failed, pids, run, wait_until
+from weenv_testkit.registry import Registry
+from weenv_testkit.store import Store
+
+NAMESPACE = "run"
+
+
+class Bench:
+    """A node, a plan on it, and the commands that users have."""
+
+    def __init__(self, node: Node, plan: str) -> None:
+        self.node = node
+        self.plan = plan
+        self.cgroup = node.containerd.cgroup
+        with open(node.config) as file:
+            text = file.read()
+        self.config = os.path.join(node.home, "run.toml")
+        with open(self.config, "w") as file:
+            file.write(text + f'[run]\naddress = "{node.containerd.socket}"\nnamespace = "{NAMESPACE}"\n')
+            file.write(f'cgroup = "{self.cgroup}"\nruntime = "{tools.runc()}"\n')
+
+    @property
+    def loaded(self) -> NodeConfig:
+        return load(self.config)
+
+    def argv(self, verb: str, *arguments: str) -> list[str]:
+        return [*tools.weenv(), verb, "--config", self.config, *arguments]
+
+    def call(self, verb: str, *arguments: str, stdin: bytes = b"", timeout: float = 120) -> subprocess.CompletedProcess[bytes]:
+        env = {key: value for key, value in os.environ.items() if not key.startswith("WEENV_")}
+        return subprocess.run(
+            self.argv(verb, *arguments), input=stdin, capture_output=True, timeout=timeout, env=env, check=False
+        )
+
+    def ok(self, verb: str, *arguments: str, **more: Any) -> str:
+        done = self.call(verb, *arguments, **more)
+        assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
+        return done.stdout.decode()
+
+    def start(self, **options: Any) -> weenv.Environment:
+        return weenv.Environment.start(self.plan, config=self.loaded, **options)
+
+    def left(self) -> dict[str, Any]:
+        """Everything that environments leave while they live."""
+        ctr = self.node.containerd.ctr
+        directory = os.path.join(self.node.root, "environments", NAMESPACE)
+        active = [key for key in self.node.containerd.snapshots(SNAPSHOTTER, NAMESPACE) if not key.startswith("sha256:")]
+        groups = [
+            os.path.join(parent, name)
+            for parent, names, _ in os.walk("/sys/fs/cgroup")
+            if os.path.basename(parent) == self.cgroup
+            for name in names
+        ]
+        found = {
+            "containers": ctr("containers", "ls", "-q", namespace=NAMESPACE).split(),
+            "tasks": ctr("tasks", "ls", "-q", namespace=NAMESPACE).split(),
+            "leases": ctr("leases", "ls", "-q", namespace=NAMESPACE).split(),
+            "snapshots": active,
+            "directories": os.listdir(directory) if os.path.isdir(directory) else [],
+            "cgroups": groups,
+        }
+        return {key: value for key, value in found.items() if value}
+
+
+@pytest.fixture(scope="module")
+def plan_file(store: Store, registry: Registry, workdir: str) -> str:
+    os.makedirs(store.directory, exist_ok=True)
+    base = store.lazy("small")
+    members = [
+        Member.directory("etc"),
+        Member("etc/passwd", b"root:x:0:0::/root:/bin/sh\nann:x:1000:1001::/home/ann:/bin/sh\n"),
+        Member("etc/group", b"root:x:0:\nstaff:x:50:ann\nann:x:1001:\n"),
+        Member.directory("testbed"), Member("testbed/code", b"code\n"),
+        Member.symlink("testbed/out", "/../../../../tmp/escape"), Member.symlink("testbed/up", "../../../../etc"),
+        Member.directory("tmp", 0o1777), Member.directory("work", 0o777),
+    ]  # fmt: skip
+    tar = write_tar(os.path.join(store.directory, "run-group.tar"), members)
+    store.layout.image([store.layout.layer(tar)], "run-group", WorkingDir="/testbed")
+    target = f"{registry.host}/run/group:1"
+    run(*tools.weenv(), "convert", f"oci:{store.layout.directory}:run-group", target, timeout=120, env=dict(os.environ))
+    path = os.path.join(workdir, "plan.yaml")
+    with open(path, "w") as file:
+        file.write(
+            "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\nmetadata: {name: trial}\n"
+            f"groups: [{json.dumps(base)}, {json.dumps(target)}]\n"
+            "config: {env: {TASK: '17'}, cmd: [sh, -c, 'echo default $TASK']}\nresources: {pids: 400}\n"
+        )
+    return path
+
+
+@pytest.fixture(scope="module")
+def module_bench(module_node: Node, plan_file: str) -> Iterator[Bench]:
+    bench = Bench(module_node, plan_file)
+    yield bench
+    bench.call("rm", "--all", "--force")
+
+
+@pytest.fixture
+def bench(module_bench: Bench, node: Node) -> Iterator[Bench]:
+    """Nothing may be left by any test."""
+    yield module_bench
+    try:
+        wait_until("nothing to be left", lambda: not module_bench.left(), 10, 0.1)
+    except Failed:
+        assert module_bench.left() == {}
+
+
+# -- the command line -------------------------------------------------------------------------------------------------
+
+
+def test_run_gives_streams_and_exit_codes(bench: Bench) -> None:
+    assert bench.ok("run", "--rm", bench.plan) == "default 17\n"
+    done = bench.call("run", "--rm", bench.plan, "--", "sh", "-c", "echo out; echo err >&2; pwd; exit 42")
+    assert (done.returncode, done.stdout, done.stderr) == (42, b"out\n/testbed\n", b"err\n")
+    assert bench.call("run", "--rm", bench.plan, "--", "sh", "-c", "kill -TERM $$; sleep 5").returncode in (143, 0)
+    done = bench.call("run", "--rm", bench.plan, "--", "no-such-program")
+    assert done.returncode == 127 and b"no-such-program" in done.stderr
+    assert bench.call("run", "--rm", bench.plan, "--", "/testbed/code").returncode == 126
+    done = bench.call("run", "--rm", "-u", "nobody-there", bench.plan)
+    assert done.returncode == 1 and b"no user 'nobody-there'" in done.stderr
+
+
+def test_run_takes_options(bench: Bench) -> None:
+    out = bench.ok(
+        "run", "--rm", "-e", "A=1", "-e", "B=x=y", "-w", "/work/new", "-u", "ann", "-v", f"{os.path.dirname(bench.plan)}:/mnt/p:ro",
+        "--cpus", "0.5", "--memory", "64m", "--hostname", "box", bench.plan, "--",
+        "sh", "-c", "echo $A $B $HOME; pwd; id -u; id -g; id -G; hostname; ls /mnt/p/plan.yaml; touch /mnt/p/x 2>&1 | head -1",
+    ).splitlines()  # fmt: skip
+    assert out[:7] == ["1 x=y /home/ann", "/work/new", "1000", "1001", "1001 50", "box", "/mnt/p/plan.yaml"]
+    assert "Read-only" in out[7]
+    both = bench.ok("run", "--rm", "--network", "host", bench.plan, "--", "ls", "/sys/class/net")
+    assert sorted(both.split()) == sorted(os.listdir("/sys/class/net"))
+    assert bench.ok("run", "--rm", bench.plan, "--", "cat", "/sys/class/net/lo/operstate") in ("unknown\n", "up\n")
+    assert bench.call("run", "--rm", "-v", "/no/such/path:/x", bench.plan).returncode == 1
+
+
+def test_limits_hold(bench: Bench) -> None:
+    done = bench.call(
+        "run", "--rm", "--memory", "32m", bench.plan, "--", "sh", "-c", "x=$(head -c 100000000 /dev/zero | tr '\\0' x); echo $?"
+    )
+    assert done.returncode == 137 or b"0\n" not in done.stdout
+    done = bench.call(
+        "run", "--rm", "--pids", "5", bench.plan, "--", "sh", "-c", "for i in 1 2 3 4 5 6 7 8; do sleep 1 & done; wait"
+    )
+    assert b"fork" in done.stderr
+
+
+def test_input_goes_through_and_ends(bench: Bench) -> None:
+    data = os.urandom(3_000_000)
+    done = bench.call("run", "--rm", "-i", bench.plan, "--", "cat", stdin=data)
+    assert (done.returncode, done.stdout == data) == (0, True)
+    name = bench.ok("run", "-d", bench.plan, "--", "sleep", "1000").strip()
+    try:
+        done = bench.call("exec", "-i", name, "--", "cat", stdin=data)
+        assert (done.returncode, done.stdout == data) == (0, True)
+        assert bench.call("exec", name, "cat", stdin=b"not given").stdout == b""
+    finally:
+        bench.ok("rm", "-f", name)
+
+
+def test_detached_exec_ps_logs_stop_rm(bench: Bench) -> None:
+    script = "trap 'echo bye; exit 3' TERM; echo started; echo oops >&2; while :; do sleep 0.05; done"
+    assert bench.ok("run", "-d", "--name", "trial-1", bench.plan, "--", "sh", "-c", script) == "trial-1\n"
+    assert bench.call("run", "-d", "--name", "trial-1", bench.plan).returncode == 1
+    wait_until("the log", lambda: bench.call("logs", "trial-1").stdout == b"started\n")
+    assert bench.call("logs", "trial-1").stderr == b"oops\n"
+    assert bench.ok("exec", "-e", "X=5", "-w", "/", "trial", "--", "sh", "-c", "echo $X $TASK; pwd") == "5 17\n/\n"
+    assert bench.call("exec", "trial-1", "--", "sh", "-c", "exit 9").returncode == 9
+    assert bench.call("exec", "trial-1", "--", "missing").returncode == 127
+    assert bench.ok("exec", "-u", "ann", "trial-1", "id", "-un") == "ann\n"
+    (row,) = json.loads(bench.ok("ps", "--json"))
+    assert (row["name"], row["plan"], row["status"], row["exit_status"]) == ("trial-1", "trial", "running", None)
+    assert bench.call("rm", "trial-1").returncode == 1
+    assert bench.ok("stop", "trial-1") == "trial-1\n"
+    assert json.loads(bench.ok("ps", "--json")) == []
+    (row,) = json.loads(bench.ok("ps", "-a", "--json"))
+    assert (row["status"], row["exit_status"]) == ("stopped", 3)
+    assert "trial-1" in bench.ok("ps", "-a")
+    assert bench.ok("logs", "-f", "trial-1") == "started\nbye\n"
+    assert bench.call("exec", "trial-1", "true").returncode == 1
+    assert bench.ok("rm", "trial-1") == "trial-1\n"
+    assert bench.call("logs", "trial-1").returncode == 1
+
+
+def test_a_detached_one_without_command_waits(bench: Bench, store: Store) -> None:
+    name = bench.ok("run", "-d", "--rm", store.lazy("small")).strip()
+    assert bench.ok("exec", name, "--", "echo", "there") == "there\n"
+    assert bench.ok("stop", name).strip() == name
+    assert name in bench.ok("rm")
+
+
+def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
+    script = "trap 'echo caught; exit 7' TERM; echo up; while :; do sleep 0.05; done"
+    child = subprocess.Popen(bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", script), stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"up\n"
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) == 7 and child.stdout.read() == b"caught\n"
+    child.stdout.close()
+    child = subprocess.Popen(
+        bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", "echo up; trap '' INT; sleep 1000"), stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"up\n"
+    child.send_signal(signal.SIGINT)
+    time.sleep(0.2)
+    child.send_signal(signal.SIGINT)
+    assert child.wait(30) == 137
+    child.stdout.close()
+
+
+@pytest.mark.parametrize("after", [0.15, 0.3, 0.45, 0.6, 2.0])
+def test_killed_caller_leaves_nothing_after_the_next_command(bench: Bench, after: float) -> None:
+    child = subprocess.Popen(bench.argv("run", "--rm", bench.plan, "--", "sleep", "1000"), stdout=subprocess.DEVNULL)
+    time.sleep(after)
+    child.kill()
+    child.wait()
+    bench.ok("run", "--rm", bench.plan, "--", "true")
+    wait_until("the sweep", lambda: bench.ok("rm") is not None and not bench.left(), 15, 0.2)
+
+
+def test_a_plan_file_changes_nothing_but_itself(bench: Bench) -> None:
+    out = bench.ok(
+        "run", "--rm", bench.plan, "--", "sh", "-c", "echo x > /testbed/code; mkdir /new; ls /run /dev/shm; cat /testbed/code"
+    )
+    assert out.splitlines()[-1] == "x"
+    assert bench.ok("run", "--rm", bench.plan, "--", "sh", "-c", "cat code; ls -d /new 2>/dev/null; true") == "code\n"
+
+
+# -- Python -----------------------------------------------------------------------------------------------------------
+
+
+def test_exec_results_are_exact(bench: Bench) -> None:
+    with bench.start() as env:
+        result = env.exec(["sh", "-c", "printf 'a\\000\\377b'; printf err >&2; exit 200"])
+        assert (result.exit_code, result.stdout, result.stderr, result.timed_out, result.ok) == (
+            200,
+            b"a\0\xffb",
+            b"err",
+            False,
+            False,
+        )
+        assert env.exec(["sh", "-c", "kill -9 $$"]).exit_code == 137
+        assert env.exec(["sh", "-c", "kill -SEGV $$"]).exit_code == 139
+        assert env.exec(["cat"], input=b"\0\1\2" * 100_000).stdout == b"\0\1\2" * 100_000
+        assert env.exec(["head", "-c1"], input=bytes(5_000_000)).stdout == b"\0"
+        assert env.exec(["sh", "-c", "echo $A $TASK; pwd"], env={"A": "b"}, cwd="/tmp").text == "b 17\n/tmp\n"
+        assert env.exec(["id", "-u"], user="ann").text == "1000\n"
+        missing = env.exec(["no-such"])
+        assert missing.exit_code == 127 and b"no-such" in missing.stderr
+        big = env.exec(["head", "-c", "30000000", "/dev/zero"], limit=1000)
+        assert (big.exit_code, big.stdout, big.dropped) == (0, bytes(1000), 29_999_000)
+        whole = env.exec(["head", "-c", "30000000", "/dev/zero"])
+        assert len(whole.stdout) == 30_000_000
+
+
+def test_a_daemon_left_behind_does_not_hold_up_the_result(bench: Bench) -> None:
+    with bench.start() as env:
+        begin = time.monotonic()
+        result = env.exec(["sh", "-c", "sleep 1000 & echo done"])
+        assert (result.exit_code, result.stdout) == (0, b"done\n")
+        assert time.monotonic() - begin < 3
+        assert "sleep 1000" in env.exec(["ps"]).text, "what a command that ended well left running goes on"
+
+
+HIDING = {
+    "children": "sleep 1000 & sleep 1000 & wait",
+    "sessions": "setsid sleep 1000 & setsid sh -c 'setsid sleep 1000 & sleep 1000' & sleep 1000",
+    "orphans": "sh -c '(setsid sleep 1000 &) ; exit' ; (sh -c 'setsid env -i sleep 1000 &' &); sleep 1000",
+    "deaf": "trap '' TERM INT HUP; setsid sh -c \"trap '' TERM; while :; do sleep 1; done\" & while :; do sleep 1; done",
+    "bomb": "b() { sleep 1000 & b & b & sleep 1000; }; b",
+}
+
+
+@pytest.mark.parametrize("how", HIDING)
+def test_a_timeout_kills_the_whole_tree(bench: Bench, how: str) -> None:
+    with bench.start() as env:
+        begin = time.monotonic()
+        result = env.exec(["sh", "-c", HIDING[how]], timeout=1.0)
+        assert result.timed_out and result.exit_code == 137
+        assert time.monotonic() - begin < 15
+        left = [line for line in env.exec(["ps"]).text.splitlines() if "sleep" in line or "{sh}" in line]
+        assert not left
+        assert env.exec(["echo", "fine"]).text == "fine\n"
+
+
+def test_a_cancelled_exec_kills_the_tree(bench: Bench) -> None:
+    async def go() -> None:
+        async with await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded) as env:
+            task = asyncio.ensure_future(env.exec(["sh", "-c", "setsid sleep 1000 & sleep 1000"]))
+            await asyncio.sleep(1)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert "sleep" not in (await env.exec(["ps"])).text
+
+    asyncio.run(go())
+
+
+def test_a_hundred_at_once(bench: Bench) -> None:
+    async def go() -> None:
+        async with await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded) as env:
+            work = [env.exec(["sh", "-c", f"cat; exit {n}"], input=b"%d" % n * 1000) for n in range(100)]
+            for n, result in enumerate(await asyncio.gather(*work)):
+                assert (result.exit_code, result.stdout) == (n, b"%d" % n * 1000)
+
+    asyncio.run(go())
+
+
+def test_files(bench: Bench) -> None:
+    with bench.start() as env:
+        env.write_file("/new/deep/file", b"\0data\n", mode=0o750)
+        assert env.read_file("/new/deep/file") == b"\0data\n"
+        assert env.exec(["stat", "-c", "%a %u %g", "/new/deep/file"]).text == "750 0 0\n"
+        env.write_file("/testbed/code", b"changed")
+        assert env.exec(["cat", "/testbed/code"]).stdout == b"changed"
+        assert env.exec(["stat", "-c", "%a", "/testbed/code"]).text == "644\n"
+        env.write_file("/work/owned", b"", owner=(1000, 1001))
+        assert env.exec(["stat", "-c", "%u %g %s", "/work/owned"]).text == "1000 1001 0\n"
+        with pytest.raises(FileError):
+            env.read_file("/no/such")
+        with pytest.raises(weenv.environment.api.lifecycle.WeenvError, match="more than 3 bytes"):
+            env.read_file("/testbed/code", limit=3)
+
+
+def test_nothing_leads_out_of_the_root(bench: Bench) -> None:
+    outside = "/tmp/escape"
+    assert not os.path.exists(outside)
+    with bench.start() as env:
+        env.write_file("/testbed/out/pwned", b"inside")  # -> /tmp/escape/pwned of the environment
+        assert not os.path.exists(outside)
+        assert env.exec(["cat", "/tmp/escape/pwned"]).stdout == b"inside"
+        env.write_file("/../../../../tmp/dots", b"inside")
+        assert not os.path.exists("/tmp/dots") and env.exec(["cat", "/tmp/dots"]).stdout == b"inside"
+        assert env.read_file("/testbed/up/passwd").startswith(b"root:x:0:0::/root"), "the environment's, not the machine's"
+        env.exec(
+            ["sh", "-c", "ln -s /proc/1/root/tmp/m /tmp/magic; mkfifo /tmp/pipe; ln -s /proc/sys/kernel/hostname /tmp/name"]
+        )
+        for path in (
+            "/tmp/magic",
+            "/proc/self/root/etc/passwd",
+            "/tmp/pipe",
+            "/tmp/name",
+            "/proc/sysrq-trigger",
+            "/dev/null",
+            "/tmp",
+        ):
+            with pytest.raises(FileError):
+                env.write_file(path, b"x")
+        assert env.exec(["sh", "-c", "ls /tmp/m 2>&1"]).exit_code == 1
+        with pytest.raises(FileError):
+            env.read_file("/tmp/pipe")
+
+
+def test_handles_outlive_their_maker(bench: Bench) -> None:
+    kept = bench.start(keep=True, name="kept")
+    kept.close()
+    with weenv.Environment.attach("kept", config=bench.loaded) as again:
+        assert again.exec(["echo", "still"]).text == "still\n"
+    bench.ok("rm", "-f", "kept")
+    with pytest.raises(NoSuchEnvironment):
+        weenv.Environment.attach("kept", config=bench.loaded)
+
+
+def test_a_failed_start_leaves_nothing(bench: Bench) -> None:
+    with pytest.raises(StartError) as caught:
+        bench.start(command=["no-such-program"])
+    assert caught.value.exit_code == 127
+    assert bench.left() == {}
+
+
+def test_restart_of_containerd_during_a_run(bench: Bench) -> None:
+    child = subprocess.Popen(
+        bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", "echo up; sleep 4; echo end; exit 5"), stdout=subprocess.PIPE
+    )
+    assert child.stdout is not None and child.stdout.readline() == b"up\n"
+    with bench.start() as env:
+        results: list[weenv.ExecResult] = []
+        thread = threading.Thread(target=lambda: results.append(env.exec(["sh", "-c", "sleep 3; echo over; exit 6"])))
+        thread.start()
+        time.sleep(0.7)
+        bench.node.containerd.restart()
+        thread.join(60)
+        assert [(r.exit_code, r.stdout) for r in results] == [(6, b"over\n")]
+        assert child.wait(60) == 5 and child.stdout.read() == b"end\n"
+        child.stdout.close()
+        assert env.exec(["echo", "on"]).text == "on\n"
+
+
+def test_fifty_started_and_removed_leave_nothing(bench: Bench) -> None:
+    before = len(pids())
+
+    async def one(gate: asyncio.Semaphore) -> None:
+        async with gate, await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded) as env:
+            assert (await env.exec(["cat", "code"])).stdout == b"code\n"
+
+    async def go() -> None:
+        gate = asyncio.Semaphore(8)
+        await asyncio.gather(*(one(gate) for _ in range(50)))
+
+    asyncio.run(go())
+    assert bench.left() == {}
+    wait_until("the shims to end", lambda: len(pids()) <= before + 8, 20)
+
+
+def test_a_plan_composed_is_known_to_the_next(bench: Bench, registry: Registry) -> None:
+    bench.ok("run", "--rm", bench.plan, "--", "true")
+    mark = registry.mark()
+
+    async def go() -> str:
+        async with RunNode(bench.loaded) as node:
+            return (await prepare(bench.plan, node)).name
+
+    assert asyncio.run(go()).startswith("weenv.local/plan/trial:")
+    assert registry.requests(mark) == []

@@ -73,7 +73,7 @@ def load_private(pem: bytes, password: bytes = b"", *, name: str = "the key") ->
     try:
         key = serialization.load_pem_private_key(pem, password if encrypted else None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise ConfigError(f"{name} cannot be read", hint="wrong password, or not a PEM private key") from error
+        raise ConfigError(f"{name} cannot be read: the wrong password, or no PEM private key") from error
     if isinstance(key, ed25519.Ed25519PrivateKey):
         return key
     if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, ec.SECP256R1):

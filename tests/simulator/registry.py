@@ -156,16 +156,17 @@ class SimulatedRegistry:
         self._tokens: dict[str, float] = {}
         self._urls: dict[str, int] = {}
         self._runners: list[web.AppRunner] = []
-        self.host = await self._serve(
-            [
-                web.get("/v2/{repository:.+}/blobs/{digest}", self._blob),  # HEAD too
-                web.get("/v2/{repository:.+}/manifests/{target}", self._manifest),
-                web.get("/token", self._token),
-                web.post("/token", self._token),
-            ]
-        )
+        self.host = await self._serve(self._routes())
         self.storage = await self._serve([web.get("/store/{key}/{digest}", self._stored)])
         return self
+
+    def _routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v2/{repository:.+}/blobs/{digest}", self._blob),  # HEAD too
+            web.get("/v2/{repository:.+}/manifests/{target}", self._manifest),
+            web.get("/token", self._token),
+            web.post("/token", self._token),
+        ]
 
     async def _serve(self, routes: list[web.RouteDef]) -> str:
         app = web.Application()

@@ -276,7 +276,7 @@ class Daemon:
         if self.ended.is_set():
             return
         log.warning("the holder is gone: starting another one")
-        fresh = holder.start(self.config.holder_socket, self.config.mountpoint, self.fuse)
+        fresh = await asyncio.to_thread(holder.start, self.config.holder_socket, self.config.mountpoint, self.fuse)
         self.holder = fresh
         if lost.init is not None:
             fresh.remember_init(lost.init)

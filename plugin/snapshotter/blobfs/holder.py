@@ -78,6 +78,8 @@ class Holder:
         listener.bind(self.path)
         os.chmod(self.path, 0o600)
         listener.listen(16)
+        if self.attached is not None:
+            self.attached.send(_pack({"op": "ready"}))
         self.poll.register(listener, select.POLLIN)
         self.poll.register(self.fuse, 0)  # POLLERR alone: the connection has ended
         for fd in self.clients:
@@ -257,9 +259,13 @@ def attach(path: str) -> tuple[HolderClient, int] | None:
 
 
 def start(path: str, mountpoint: str, fuse: int) -> HolderClient:
-    """Start a holder for the mount behind ``fuse``; the calling process is its attached server. Raises OSError."""
+    """Start a holder for the mount behind ``fuse``; the calling process is its attached server.
+
+    Returns once the holder has the descriptor and answers: from then on, this process may be killed. Raises
+    :class:`ConfigError` where the holder does not start, OSError.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    ours.settimeout(10.0)
+    ours.settimeout(30.0)
     with theirs:
         process = subprocess.Popen(
             [
@@ -269,6 +275,17 @@ def start(path: str, mountpoint: str, fuse: int) -> HolderClient:
             pass_fds=[fuse, theirs.fileno()], start_new_session=True, cwd="/",
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
+    try:
+        ready = ours.recv(_PACKET)
+    except OSError as error:
+        ready, reason = b"", str(error)
+    else:
+        reason = "it ended"
+    if not ready:
+        ours.close()
+        process.kill()
+        process.wait()
+        raise ConfigError(f"the holder for {path} does not start: {reason}", hint="see whether another one is running")
     return HolderClient(ours, None, {}, process)
 
 

@@ -176,8 +176,9 @@ class LayerTable:
         return count
 
     def _current(self, layer: Layer) -> bool:
+        """Is it the directory at the layer's own path that ``layer`` was opened from? One in the trash is not."""
         try:
-            found = os.stat(layer.path)
+            found = os.stat(self.dirs.path(layer.source.digest))
         except OSError:
             return False
         return (found.st_dev, found.st_ino) == layer.identity

@@ -339,7 +339,11 @@ class Server:
 
     def _open(self, request: wire.Request) -> bytes:
         answer = self._opened(request, fresh=True)
-        return answer if isinstance(answer, bytes) else wire.reply(request.unique, wire.open_out(wire.FOPEN_KEEP_CACHE))
+        return (
+            answer
+            if isinstance(answer, bytes)
+            else wire.reply(request.unique, wire.open_out(wire.FOPEN_KEEP_CACHE | wire.FOPEN_NOFLUSH))
+        )
 
     def _opened(self, request: wire.Request, *, fresh: bool) -> Node | bytes:
         """The node of a request with its layer open, or the answer that says why not."""

@@ -71,6 +71,9 @@ HAS_RESEND: Final = 1 << 39
 FOPEN_KEEP_CACHE: Final = 1 << 1
 """FOPEN_KEEP_CACHE: do not drop the file's page cache at open."""
 
+FOPEN_NOFLUSH: Final = 1 << 5
+"""FOPEN_NOFLUSH (7.35): send no FLUSH at close; close(2), in whatever process, then never waits for the server."""
+
 S_IFDIR: Final = 0o040000
 S_IFREG: Final = 0o100000
 DT_REG: Final = 8

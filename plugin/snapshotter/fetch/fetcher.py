@@ -20,7 +20,9 @@ import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
 from contextlib import aclosing
+from enum import Enum
 from functools import partial
+from typing import Final
 
 from weenv.core.errors import (
     FormatError,
@@ -51,6 +53,16 @@ from weenv.plugin.snapshotter.fetch.planner import span
 log = logging.getLogger(__name__)
 
 
+_FLUSH: Final = 1.0
+"""Seconds after which a disk that was full is tried again on behalf of frames that are in memory already."""
+
+
+class _Flush(Enum):
+    """What decoders may be told to do besides decoding."""
+
+    MEMORY = 1
+
+
 class Fetcher:
     """See the module's text. Create it in the event loop that is to run the ranged reads; end it with :meth:`close`."""
 
@@ -74,7 +86,7 @@ class Fetcher:
         self._memory: OrderedDict[tuple[int, int], tuple[FetchLayer, bytes]] = OrderedDict()
         self._memory_bytes = 0
         self._full_since = 0.0
-        self._work: queue.SimpleQueue[tuple[Flight, bytes, int] | None] = queue.SimpleQueue()
+        self._work: queue.SimpleQueue[tuple[Flight, bytes, int] | _Flush | None] = queue.SimpleQueue()
         self._decoders = [
             threading.Thread(target=self._decode, name=f"decoder-{number}", daemon=True)
             for number in range(self.settings.decoders)
@@ -97,7 +109,7 @@ class Fetcher:
     def request(self, layer: FetchLayer, frames: Iterable[int], waiter: Waiter, ahead: Iterable[int] = ()) -> None:
         """Have ``waiter`` told when all ``frames`` are there; fetch ``ahead`` too, at the lower priority. Any thread."""
         states, flights = layer.presence.states, layer.flights
-        refused = False
+        refused = flush = False
         with self._lock:
             if self._closed:
                 refused = True
@@ -107,6 +119,7 @@ class Fetcher:
                     continue
                 if self._memory and (held := self._memory.get((id(layer), frame))) is not None:
                     waiter.pieces[frame] = held[1]
+                    flush = flush or time.monotonic() - self._full_since > _FLUSH
                     continue
                 if layer.refused and (until := layer.refused.get(frame)) is not None:
                     if time.monotonic() < until:
@@ -128,8 +141,12 @@ class Fetcher:
                     self._queues[AHEAD].append(flight)
             wake = not self._woken
             self._woken = True
+            if flush:
+                self._full_since = time.monotonic()
         if wake:
             self._wake()
+        if flush:
+            self._work.put(_Flush.MEMORY)
         if left == 0:
             waiter.complete()
         elif left < 0:
@@ -352,6 +369,9 @@ class Fetcher:
     def _decode(self) -> None:
         """A decoder thread: check, decompress, store, answer."""
         while (item := self._work.get()) is not None:
+            if isinstance(item, _Flush):
+                self._flush()
+                continue
             flight, data, source = item
             layer, frame = flight.layer, flight.frame
             try:
@@ -399,11 +419,25 @@ class Fetcher:
                 fields = {"error": str(error), "hint": "free space under the root directory"}
                 log.error("serving without a cache: the disk takes no data", extra=fields)
             return False
-        if self._full_since:
-            self._full_since = 0.0
-            log.warning("the disk takes data again: caching goes on")
         layer.presence.mark(frame)
+        with self._lock:
+            recovered = self._full_since > 0
+            self._full_since = 0.0
+        if recovered:
+            log.warning("the disk takes data again: caching goes on")
+            self._flush()
         return True
+
+    def _flush(self) -> None:
+        """Store what is kept in memory, as far as the disk takes it."""
+        with self._lock:
+            held = list(self._memory.items())
+        for key, (layer, content) in held:
+            if not self._save(layer, key[1], content):
+                return
+            with self._lock:
+                if self._memory.pop(key, None) is not None:
+                    self._memory_bytes -= len(content)
 
     def _answer(self, flight: Flight, content: bytes) -> None:
         """Give a checked frame to its waiters; who asks from now on gets it at once."""

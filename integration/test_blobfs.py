@@ -1,0 +1,572 @@
+"""blobfs with a real kernel: real mounts, real processes that are killed, real full disks. Blobs are made by hand."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import mmap
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weenv.core.errors import ConfigError, MountError
+from weenv.plugin.snapshotter.blobfs import daemon, holder
+from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, from_table
+from weenv.plugin.snapshotter.cache.present import is_complete, progress
+from weenv.plugin.snapshotter.layerdir import LayerDirs, Origin
+from weenv.plugin.snapshotter.mounts import MNT_DETACH, mount, unmount
+from weenv_testkit.synthetic import SyntheticLayer, make_layer, payload
+
+pytestmark = pytest.mark.root
+
+SMALL = make_layer([(f"f{number:03}", payload(3000 + 40 * number, number)) for number in range(200)], target=64 << 10)
+LARGE = make_layer([("big", payload(96 << 20, 7))], target=256 << 10)
+
+CODE = """
+import asyncio, json, logging, sys
+from weenv.core import log
+from weenv.plugin.snapshotter.blobfs import config, daemon
+log.configure("info")
+asyncio.run(daemon.serve(config.from_table(json.loads(sys.argv[1])), ready=lambda: print("ready", flush=True)))
+"""
+
+
+READER = """
+import os, signal, sys
+signal.signal(signal.SIGUSR1, lambda *_: None)
+file = os.open(sys.argv[1], os.O_RDONLY)
+print("open", flush=True)
+os.pread(file, 4096, 0)
+"""
+
+
+class Blobfs:
+    """A blobfs of its own: its directory, and the server's process, which may be killed and started again."""
+
+    def __init__(self, path: str, **settings: Any) -> None:
+        self.path = path
+        self.table = {
+            "root": path, "mountpoint": f"{path}/mnt", "holder_socket": f"{path}/holder.sock",
+            "status_socket": f"{path}/status.sock", "fill": {"enabled": False}, **settings,
+        }  # fmt: skip
+        self.config: BlobfsConfig = from_table(self.table)
+        self.process: subprocess.Popen[str] | None = None
+
+    def add(self, layer: SyntheticLayer, blob: bytes | None = None) -> str:
+        """Make a layer known; returns where its stream appears."""
+        origin = f"{self.path}/{layer.name}.blob"
+        Path(origin).write_bytes(layer.blob if blob is None else blob)
+        layer.install(self.path, Origin("file", path=origin))
+        return f"{self.config.mountpoint}/{layer.name}"
+
+    def start(self) -> None:
+        """Start a server and wait until it answers."""
+        with open(f"{self.path}/log", "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", CODE, json.dumps(self.table)], stdout=subprocess.PIPE, stderr=log, text=True
+            )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "ready\n", self.log()
+
+    def end(self, number: int = signal.SIGTERM) -> int:
+        """Send the server a signal and wait until it is gone."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        code = self.process.wait(20)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        self.process = None
+        return code
+
+    def log(self) -> str:
+        """What the servers have logged."""
+        return Path(f"{self.path}/log").read_text()
+
+    def status(self) -> dict[str, Any]:
+        """What ``weenv status`` reads."""
+        with socket.socket(socket.AF_UNIX) as client:
+            client.connect(self.config.status_socket)
+            data = b""
+            while part := client.recv(1 << 16):
+                data += part
+        return dict(json.loads(data))
+
+    def holder_pid(self) -> int:
+        """The holder's process."""
+        answer = holder.ask(self.config.holder_socket, {"op": "status"})
+        assert answer is not None
+        return int(answer["pid"])
+
+    def directory(self, layer: SyntheticLayer) -> str:
+        """The layer's directory."""
+        return LayerDirs(self.path).path(layer.digest)
+
+
+@contextlib.contextmanager
+def running(path: str, **settings: Any) -> Iterator[Blobfs]:
+    blobfs = Blobfs(path, **settings)
+    blobfs.start()
+    try:
+        yield blobfs
+    finally:
+        daemon.stop(blobfs.config, force=True)
+        if blobfs.process is not None:
+            assert blobfs.process.wait(20) == 0, blobfs.log()
+            assert blobfs.process.stdout is not None
+            blobfs.process.stdout.close()
+    assert not os.path.ismount(blobfs.config.mountpoint)
+    deadline = time.monotonic() + 5
+    while os.path.exists(blobfs.config.holder_socket) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(blobfs.config.holder_socket)
+
+
+@pytest.fixture
+def blobfs(home: str, request: pytest.FixtureRequest) -> Iterator[Blobfs]:
+    path = f"{home}/{abs(hash(request.node.name)) % 10**8}"
+    os.mkdir(path)
+    with running(path) as made:
+        yield made
+
+
+def completes(layer_dir: str) -> bool:
+    """True once every frame is stored: readers are answered before the disk has it."""
+    deadline = time.monotonic() + 10
+    while not is_complete(layer_dir) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return is_complete(layer_dir)
+
+
+def read_until_complete(path: str, content: bytes, layer_dir: str) -> None:
+    """Read a file again and again, from the server, until every frame is stored.
+
+    drop_caches leaves pages that sit in a CPU's own list, and the server is not asked for those.
+    """
+    for _ in range(20):
+        drop_caches()
+        assert read(path) == content
+        time.sleep(0.1)
+        if is_complete(layer_dir):
+            return
+    assert is_complete(layer_dir)
+
+
+def drop_caches() -> None:
+    """Make the kernel ask again: FUSE's own pages are dropped with everybody else's."""
+    os.sync()
+    Path("/proc/sys/vm/drop_caches").write_text("1")
+
+
+def read(path: str) -> bytes:
+    with open(path, "rb", buffering=0) as file:
+        return b"".join(iter(lambda: file.read(1 << 20), b""))
+
+
+def test_a_stream_is_read_whole_in_pieces_and_at_random(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    assert os.stat(path).st_size == len(SMALL.stream)
+    assert os.stat(path).st_mode == 0o100400
+    assert read(path) == SMALL.stream
+    assert completes(blobfs.directory(SMALL))
+    large = blobfs.add(LARGE)
+    generator = random.Random(3)
+    with open(large, "rb", buffering=0) as file:
+        for _ in range(200):
+            offset = generator.randrange(len(LARGE.stream))
+            size = generator.choice((1, 4096, 100_000, 1 << 20))
+            assert os.pread(file.fileno(), size, offset) == LARGE.stream[offset : offset + size]
+        with mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as mapped:
+            for _ in range(50):
+                offset = generator.randrange(len(LARGE.stream) - 4096)
+                assert mapped[offset : offset + 4096] == LARGE.stream[offset : offset + 4096]
+    assert sorted(os.listdir(blobfs.config.mountpoint)) == sorted([SMALL.name, LARGE.name])
+
+
+def test_random_reads_fetch_little_more_than_they_need(blobfs: Blobfs) -> None:
+    path = blobfs.add(LARGE)
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        offsets = random.Random(9).sample(range(100 << 10, len(LARGE.stream), 4 << 20), 20)  # away from where frames meet
+        for offset in offsets:
+            assert os.pread(file.fileno(), 4096, offset) == LARGE.stream[offset : offset + 4096]
+    assert sum(blobfs.status()["frames"].values()) <= len(offsets) + 4
+
+
+def test_a_forward_reader_rarely_waits(blobfs: Blobfs) -> None:
+    assert read(blobfs.add(LARGE)) == LARGE.stream
+    status = blobfs.status()
+    assert status["fetched_bytes"] == int(LARGE.frames.compressed_offsets[-1])
+    assert status["ranges"] < len(LARGE.frames) // 2
+    assert status["frames"]["demand"] < status["frames"]["ahead"]
+    drop_caches()
+    assert read(f"{blobfs.config.mountpoint}/{LARGE.name}") == LARGE.stream
+    assert blobfs.status()["fetched_bytes"] == status["fetched_bytes"]
+
+
+def test_many_readers_of_one_frame_fetch_it_once(blobfs: Blobfs) -> None:
+    path = blobfs.add(LARGE)
+    results: list[bytes] = []
+
+    def reader() -> None:
+        with open(path, "rb", buffering=0) as file:
+            results.append(os.pread(file.fileno(), 4 << 20, 8 << 20))
+
+    threads = [threading.Thread(target=reader) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(result == LARGE.stream[8 << 20 : 12 << 20] for result in results)
+    before: dict[str, Any] = {}
+    status = blobfs.status()
+    while before != status:  # read-ahead may still be under way
+        time.sleep(0.2)
+        before, status = status, blobfs.status()
+    present, _ = progress(blobfs.directory(LARGE))
+    frames = sum(status["frames"].values())
+    assert (frames - 1) * (256 << 10) <= present <= frames * (256 << 10)
+    assert status["fetched_bytes"] <= present
+
+
+def test_killing_the_server_again_and_again_is_not_noticed(blobfs: Blobfs) -> None:
+    path = blobfs.add(LARGE)
+    digest = hashlib.sha256()
+    kills = 0
+
+    def reader() -> None:
+        with open(path, "rb", buffering=0) as file:
+            while part := file.read(64 << 10):
+                digest.update(part)
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=reader)
+    thread.start()
+    while thread.is_alive() and kills < 5:
+        time.sleep(0.15)
+        blobfs.end(signal.SIGKILL)
+        kills += 1
+        time.sleep(0.05)
+        blobfs.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert kills == 5
+    assert digest.hexdigest() == hashlib.sha256(LARGE.stream).hexdigest()
+    assert "Traceback" not in blobfs.log()
+
+
+def test_node_ids_and_open_files_survive_restarts(blobfs: Blobfs) -> None:
+    paths = [blobfs.add(SMALL), blobfs.add(LARGE)]
+    inodes = [os.stat(path).st_ino for path in paths]
+    with open(paths[1], "rb", buffering=0) as file:
+        for number in (signal.SIGKILL, signal.SIGTERM):
+            blobfs.end(number)
+            blobfs.start()
+            offset = number << 20
+            assert os.pread(file.fileno(), 4096, offset) == LARGE.stream[offset : offset + 4096]
+    drop_caches()
+    assert [os.stat(path).st_ino for path in reversed(paths)] == inodes[::-1]
+    third = make_layer([("x", payload(1000))])
+    assert os.stat(blobfs.add(third)).st_ino not in inodes
+
+
+def test_a_reader_waits_while_there_is_no_server(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    os.stat(path)
+    assert blobfs.end() == 0
+    got: list[bytes] = []
+    thread = threading.Thread(target=lambda: got.append(read(path)))
+    thread.start()
+    time.sleep(0.3)
+    assert thread.is_alive()
+    blobfs.start()
+    thread.join(20)
+    assert got == [SMALL.stream]
+
+
+def test_a_killed_holder_is_replaced_and_the_next_server_finds_the_mount(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    inode = os.stat(path).st_ino
+    first = blobfs.holder_pid()
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        answer = holder.ask(blobfs.config.holder_socket, {"op": "status"})
+        if answer is not None and answer["pid"] != first and answer["nodes"] == 1:
+            break
+        time.sleep(0.05)
+    assert blobfs.holder_pid() != first
+    blobfs.end(signal.SIGKILL)
+    blobfs.start()
+    assert read(path) == SMALL.stream
+    assert os.stat(path).st_ino == inode
+
+
+def test_a_second_server_is_refused(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    with pytest.raises(ConfigError, match="being served already"):
+        holder.attach(blobfs.config.holder_socket)
+    assert read(path) == SMALL.stream
+
+
+def test_stop_refuses_while_the_mount_is_in_use(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    with open(path, "rb") as file:
+        with pytest.raises(MountError, match="in use") as caught:
+            daemon.stop(blobfs.config)
+        assert caught.value.hint
+        assert file.read() == SMALL.stream
+    assert daemon.stop(blobfs.config)
+    assert blobfs.process is not None
+    assert blobfs.process.wait(10) == 0
+    assert not daemon.stop(blobfs.config)
+
+
+def test_a_forced_stop_ends_everything_and_the_next_start_begins_anew(blobfs: Blobfs) -> None:
+    path = blobfs.add(LARGE)
+    with open(path, "rb", buffering=0) as file:
+        file.read(4096)
+        assert daemon.stop(blobfs.config, force=True)
+        assert blobfs.process is not None
+        assert blobfs.process.wait(10) == 0
+        assert blobfs.process.stdout is not None
+        blobfs.process.stdout.close()
+        with pytest.raises(OSError) as caught:
+            os.pread(file.fileno(), 4096, 50 << 20)
+        assert caught.value.errno in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
+    blobfs.start()
+    assert read(path) == LARGE.stream
+
+
+def test_a_mount_whose_server_and_holder_are_both_dead_is_replaced(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    os.stat(path)
+    pid = blobfs.holder_pid()
+    assert blobfs.process is not None
+    os.kill(pid, signal.SIGSTOP)  # it cannot be replaced while the server still lives
+    blobfs.end(signal.SIGKILL)
+    os.kill(pid, signal.SIGKILL)
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        try:
+            os.stat(path)
+        except OSError as error:
+            if error.errno == errno.ENOTCONN:
+                break
+        time.sleep(0.05)
+    blobfs.start()
+    assert read(path) == SMALL.stream
+    assert "dead blobfs mount" in blobfs.log()
+
+
+def test_hostile_and_unknown_names_do_not_exist(blobfs: Blobfs) -> None:
+    blobfs.add(SMALL)
+    for name in ("x", "0" * 64, "A" * 64, "f" * 63, SMALL.name + "0", "toc", "\n" * 64, "é" * 32, SMALL.name.upper()):
+        with pytest.raises(FileNotFoundError):
+            os.stat(f"{blobfs.config.mountpoint}/{name}")
+    with pytest.raises(OSError):
+        os.open(f"{blobfs.config.mountpoint}/{SMALL.name}", os.O_RDWR)
+    with pytest.raises(OSError):
+        os.open(f"{blobfs.config.mountpoint}/new", os.O_WRONLY | os.O_CREAT)
+    assert blobfs.status()["errors"] == {}
+
+
+def test_a_corrupt_frame_is_eio_for_its_reader_and_nobody_else(blobfs: Blobfs) -> None:
+    bad = 200
+    path = blobfs.add(LARGE, LARGE.corrupted(bad))
+    low, high = (int(LARGE.frames.content_offsets[frame]) for frame in (bad, bad + 1))
+    other = blobfs.add(SMALL)
+    with open(path, "rb", buffering=0) as file:
+        for _ in range(2):
+            with pytest.raises(OSError) as caught:
+                os.pread(file.fileno(), 4096, low + 8192)
+            assert caught.value.errno == errno.EIO
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        before = low // 4096 * 4096 - 4096
+        assert os.pread(file.fileno(), 4096, before) == LARGE.stream[before : before + 4096]
+        after = (high + 4095) // 4096 * 4096
+        assert os.pread(file.fileno(), 1 << 20, after) == LARGE.stream[after : after + (1 << 20)]
+    assert read(other) == SMALL.stream
+    assert not is_complete(blobfs.directory(LARGE))
+    errors = blobfs.status()["errors"]
+    assert errors["digest"] >= 1
+    assert errors["eio"] >= 1
+    assert blobfs.log().count("readers get EIO") == 1
+
+
+def test_a_second_origin_repairs_what_the_first_holds_wrongly(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL, SMALL.corrupted(3))
+    good = f"{blobfs.path}/good"
+    Path(good).write_bytes(SMALL.blob)
+    LayerDirs(blobfs.path).add_origins(SMALL.digest, [Origin("file", path=good)])
+    source = LayerDirs(blobfs.path).source(SMALL.digest)
+    assert len(source.origins) == 2
+    assert read(path) == SMALL.stream
+
+
+def test_a_broken_layer_directory_is_an_error_of_that_layer_alone(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    toc = Path(f"{blobfs.directory(SMALL)}/toc")
+    good = toc.read_bytes()
+    toc.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
+    with pytest.raises(OSError) as caught:
+        os.stat(path)
+    assert caught.value.errno == errno.EIO
+    assert read(blobfs.add(LARGE))[:100] == LARGE.stream[:100]
+    toc.write_bytes(good)
+    assert read(path) == SMALL.stream
+
+
+def test_a_layer_that_is_removed_and_comes_back_is_served_from_its_new_directory(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    dirs = LayerDirs(blobfs.path)
+    with open(path, "rb", buffering=0) as old:
+        assert old.read(4096) == SMALL.stream[:4096]
+        dirs.discard(SMALL.digest)
+        with pytest.raises(FileNotFoundError):
+            os.stat(f"{dirs.path(SMALL.digest)}/data")
+        assert os.pread(old.fileno(), 4096, 8192) == SMALL.stream[8192:12288]
+        blobfs.end(signal.SIGKILL)
+        blobfs.start()
+        drop_caches()
+        assert os.pread(old.fileno(), 4096, 100 << 10) == SMALL.stream[100 << 10 :][:4096]  # from the trash
+    blobfs.add(SMALL)
+    read_until_complete(path, SMALL.stream, dirs.path(SMALL.digest))
+    dirs.empty_trash()
+
+
+def test_opening_a_file_over_and_over_leaks_nothing(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    read(path)
+    assert blobfs.process is not None
+    descriptors = f"/proc/{blobfs.process.pid}/fd"
+    before = len(os.listdir(descriptors))
+    for _ in range(20_000):
+        os.close(os.open(path, os.O_RDONLY))
+    assert len(os.listdir(descriptors)) <= before + 1
+    assert blobfs.status()["errors"] == {}
+
+
+def test_a_full_disk_serves_without_a_cache_and_recovers(home: str) -> None:
+    path = f"{home}/full"
+    os.mkdir(path)
+    mount("tmpfs", path, "tmpfs", 0, "size=48m")
+    blob = f"{home}/full.blob"
+    try:
+        with running(path) as blobfs:
+            Path(blob).write_bytes(LARGE.blob)
+            LARGE.install(path, Origin("file", path=blob))
+            file_path = f"{blobfs.config.mountpoint}/{LARGE.name}"
+            assert read(file_path) == LARGE.stream  # twice the size of the disk
+            status = blobfs.status()
+            assert status["errors"]["enospc"] > 0
+            assert status["errors"].keys() <= {"enospc"}
+            assert not is_complete(blobfs.directory(LARGE))
+            assert blobfs.log().count("serving without a cache") == 1
+            small = blobfs.directory(SMALL)
+            mount("tmpfs", path, "tmpfs", 32, "size=400m")  # MS_REMOUNT: the disk has room again
+            read_until_complete(file_path, LARGE.stream, blobfs.directory(LARGE))
+            assert not os.path.exists(small)
+            assert "caching goes on" in blobfs.log()
+    finally:
+        unmount(path, MNT_DETACH)
+        os.unlink(blob)
+
+
+def test_a_source_that_cannot_be_reached_is_eio_after_the_deadline(home: str) -> None:
+    path = f"{home}/gone"
+    os.mkdir(path)
+    with running(path, deadline=1.0) as blobfs:
+        SMALL.install(path, Origin("registry", host="127.0.0.1:1", repository="no/where"))
+        began = time.monotonic()
+        with pytest.raises(OSError) as caught:
+            read(f"{blobfs.config.mountpoint}/{SMALL.name}")
+        assert caught.value.errno == errno.EIO
+        assert time.monotonic() - began < 30
+        assert blobfs.status()["errors"]["eio"] >= 1
+
+
+def test_a_reader_that_is_killed_while_it_waits_ends_and_a_signal_does_no_harm(home: str) -> None:
+    path = f"{home}/wait"
+    os.mkdir(path)
+    with running(path, deadline=30.0) as blobfs, socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen(16)  # accepts and never answers
+        SMALL.install(path, Origin("registry", host=f"127.0.0.1:{mute.getsockname()[1]}", repository="no/answer"))
+        name = f"{blobfs.config.mountpoint}/{SMALL.name}"
+        reader = subprocess.Popen(
+            [sys.executable, "-c", READER, name],
+            stdout=subprocess.PIPE,
+        )
+        assert reader.stdout is not None
+        reader.stdout.readline()
+        deadline = time.monotonic() + 10
+        while not blobfs.status()["waiting"] and time.monotonic() < deadline:
+            time.sleep(0.02)
+        reader.send_signal(signal.SIGUSR1)
+        time.sleep(0.3)
+        assert reader.poll() is None
+        assert blobfs.status()["waiting"] >= 1
+        reader.kill()
+        reader.wait(10)  # long before the deadline
+        reader.stdout.close()
+
+
+def test_what_was_fetched_is_there_after_a_restart(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    read(path)
+    blobfs.end()
+    content = Path(f"{blobfs.directory(SMALL)}/data").read_bytes()
+    assert content == SMALL.stream
+    os.unlink(f"{blobfs.path}/{SMALL.name}.blob")
+    blobfs.start()
+    drop_caches()
+    assert read(path) == SMALL.stream
+    assert blobfs.status()["fetched_bytes"] == 0
+
+
+def test_the_rest_of_a_layer_is_filled_in_the_background(home: str) -> None:
+    path = f"{home}/fill"
+    os.mkdir(path)
+    # Any other process may keep this machine busy, so the share of the CPUs that others may use is set to all of it.
+    with running(
+        path, fill={"enabled": True, "quiet": 0.2, "cpu_busy": 1.1, "cpu_pressure": 100.0, "cpu_share": 1.0}
+    ) as blobfs:
+        name = blobfs.add(LARGE)
+        with open(name, "rb", buffering=0) as file:
+            file.read(4096)
+        deadline = time.monotonic() + 60
+        while not is_complete(blobfs.directory(LARGE)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert completes(blobfs.directory(LARGE))
+        assert blobfs.status()["filled_bytes"] > 20 << 20
+        assert Path(f"{blobfs.directory(LARGE)}/data").read_bytes() == LARGE.stream
+
+
+def test_metrics_are_served_where_asked(home: str) -> None:
+    path = f"{home}/metrics"
+    os.mkdir(path)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    with running(path, metrics_address=address) as blobfs:
+        read(blobfs.add(SMALL))
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as client:
+            client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+            text = b"".join(iter(lambda: client.recv(1 << 16), b"")).decode()
+    lines = dict(line.rsplit(" ", 1) for line in text.partition("\r\n\r\n")[2].splitlines() if not line.startswith("#"))
+    assert float(lines["weenv_blobfs_served_bytes_total"]) >= len(SMALL.stream)
+    assert float(lines["weenv_blobfs_fetched_bytes_total"]) == int(SMALL.frames.compressed_offsets[-1])
+    assert float(lines['weenv_blobfs_wait_seconds_bucket{le="+Inf"}']) == float(lines["weenv_blobfs_wait_seconds_count"]) > 0

@@ -22,6 +22,8 @@ from weenv_testkit.images import MTIME, Member, write_tar, xattr
 from weenv_testkit.procs import run
 
 CORPUS = TOOLS / "corpus"
+CAPABILITY = "\x01\0\0\x02\0\x20" + "\0" * 14
+"""cap_net_raw=ep as an xattr (struct vfs_cap_data, revision 2)."""
 DEBIAN = ("base-files", "dash", "passwd", "iputils-ping", "tzdata", "perl-base", "adduser", "login", "git-man")
 PYPI = ("hatchling", "soupsieve", "beautifulsoup4")
 """Their source archives are built by hatchling, which the lock has, so pip needs nothing else to fetch them."""
@@ -118,9 +120,8 @@ def odd_layers() -> dict[str, list[Member]]:
         Member("x/same", b"y", pax=xattr("user.colour", "blau")),
     ]
     xattrs += [Member("x/long", b"x", pax=xattr("user.long", "l" * 3000))]
-    capability = b"\x01\x00\x00\x02\x00\x20\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00\x00"
     xattrs.append(
-        Member("x/cap", b"x", mode=0o755, pax=xattr("security.capability", capability.decode("utf-8", "surrogateescape")))
+        Member("x/cap", b"x", mode=0o755, pax=xattr("security.capability", CAPABILITY))
     )
     devices = [Member("dev/null", kind=tarfile.CHRTYPE, mode=0o666, device=(1, 3))]
     devices += [Member("dev/wide", kind=tarfile.CHRTYPE, mode=0o600, device=(300, 70_000))]

@@ -6,6 +6,7 @@ name           what it is
 ``debian``     three layers: a debootstrapped Debian with Python; hard links, suid and xattrs on top; then whiteouts
 ``small``      busybox, one layer
 ``pair``       busybox and a layer with some files
+``solo``       one layer that no other image has
 ``deep``       busybox and 126 more layers, each adding a file, changing one and deleting one
 ``corpus``     everything of :mod:`weenv_testkit.corpus` that containerd unpacks, one layer each
 =============  ==================================================================================================
@@ -49,6 +50,7 @@ class Store:
                 "debian": self._debian,
                 "small": self._small,
                 "pair": self._pair,
+                "solo": self._solo,
                 "deep": self._deep,
                 "corpus": self._corpus,
             }
@@ -93,6 +95,10 @@ class Store:
     def _small(self) -> list[str]:
         return [write_tar(self._path("small.tar"), images.busybox_members())]
 
+    def _solo(self) -> list[str]:
+        members = [*images.busybox_members(), Member("etc/weenv-release", b"solo\n")]
+        return [write_tar(self._path("solo.tar"), members)]
+
     def _pair(self) -> list[str]:
         files = [Member(f"data/{n}", corpus.noise(50_000, 500 + n)) for n in range(20)]
         top = [Member.directory("data"), *files, Member("etc/weenv-release", b"pair\n")]
@@ -115,6 +121,7 @@ class Store:
             Member.hardlink("opt/weenv/sub/three", "opt/weenv/one"),
             Member("opt/weenv/suid-id", program, mode=0o4755),
             Member("opt/weenv/marked", b"x\n", pax=xattr("user.colour", "blau")),
+            Member("opt/weenv/capable", program, mode=0o755, pax=xattr("security.capability", corpus.CAPABILITY)),
             Member.directory("opt/weenv/opaque"),
             Member("opt/weenv/opaque/below", b"hidden by the layer above\n"),
             Member("opt/weenv/fifo", kind=tarfile.FIFOTYPE),

@@ -216,3 +216,44 @@ def _draw(
         for where, which, what in found:
             shown = render.plain("/" + where.decode("utf-8", "backslashreplace"))
             click.echo(f"{what:8} {shown}  by {layers[which[-1]].group}  (of {', '.join(layers[n].group for n in which[:-1])})")
+
+
+@plan.command("compose")
+@_file
+@click.option("--namespace", default="default", show_default=True, help="containerd's namespace.")
+@click.option("--containerd", "socket", default="/run/containerd/containerd.sock", show_default=True, help="Its socket.")
+@click.option("--snapshotter", default="weenv", show_default=True, help="Our name among its proxy plugins.")
+@_config
+@_plain_http
+@_json
+def compose_plan(
+    path: str, namespace: str, socket: str, snapshotter: str, config_path: str, plain_http: tuple[str, ...], as_json: bool
+) -> None:
+    """Make a plan's mutation layer and register its image with containerd; prints the name that can be run.
+
+    No layer is downloaded. Composing the same plan again changes nothing.
+
+    \b
+    Examples:
+      weenv plan compose task.yaml
+      ctr run --rm --snapshotter weenv $(weenv plan compose task.yaml) t1 sh
+      weenv plan compose task.yaml --namespace moby
+    """
+    from weenv.environment.build import compose
+    from weenv.environment.compose import register
+    from weenv.plugin.containerd.client import Client
+    from weenv.plugin.snapshotter.config import from_tables
+
+    loaded = _load(path)
+    root = from_tables(read_tables(config_path)).root
+
+    async def work(resolver: Resolver) -> tuple[Composed, bool]:
+        image = await compose(loaded, resolver=resolver, root=root)
+        async with Client(socket) as client:
+            return image, await register(image, client.namespace(namespace), snapshotter=snapshotter)
+
+    image, fresh = with_resolver(config_path, plain_http, work)
+    if as_json:
+        render.print_json({"name": image.name, "digest": image.digest, "layers": len(image.layers), "new": fresh})
+    else:
+        click.echo(image.name)

@@ -40,10 +40,6 @@ def tree(root: Path | str) -> dict[bytes, Content]:
                 found[relative] = Content(os.fsencode(os.readlink(path)), symlink=True)
             else:
                 found[relative] = Content(Path(path).read_bytes(), executable=bool(os.stat(path).st_mode & 0o100))
-        found |= {
-            os.fsencode(os.path.relpath(os.path.join(folder, n), root)): Content(os.readlink(os.path.join(folder, n)).encode(), True)
-            for n in names if os.path.islink(os.path.join(folder, n))
-        }  # fmt: skip
     return found
 
 
@@ -73,8 +69,12 @@ def applied(patch: bytes, before: dict[bytes, Content], strip: int = 1) -> dict[
 # -- against git: whole trees with every kind of change
 
 NAMES = [b"a.py", b"src/b.c", b"src/deep/er/c", b"d with space", b"e\"quote'", "f-\u00fc".encode(), b"g\ttab", b"h\\back", b"z"]
-LINES = st.sampled_from([b"\n", b"x\n", b"y\n", b"  indented\n", b"}\n", b"- minus\n", b"+ plus\n", b"cr\r\n", b"lone\rcr\n", b"\\ no\n"])
-TEXT = st.builds(lambda lines, tail: b"".join(lines) + tail, st.lists(LINES, max_size=30), st.sampled_from([b"", b"", b"no newline"]))
+LINES = st.sampled_from(
+    [b"\n", b"x\n", b"y\n", b"  indented\n", b"}\n", b"- minus\n", b"+ plus\n", b"cr\r\n", b"lone\rcr\n", b"\\ no\n"]
+)
+TEXT = st.builds(
+    lambda lines, tail: b"".join(lines) + tail, st.lists(LINES, max_size=30), st.sampled_from([b"", b"", b"no newline"])
+)
 BINARY = st.builds(lambda n, seed: b"\0" + random.Random(seed).randbytes(n), st.integers(1, 3000), st.integers(0, 9))
 CONTENT = st.one_of(
     st.builds(Content, TEXT, st.just(False), st.booleans()),
@@ -149,7 +149,10 @@ def test_what_git_diff_writes_gives_the_tree_that_it_was_made_from(
 @st.composite
 def drifted(draw: st.DrawFn) -> tuple[bytes, bytes, bytes]:
     """(old, new, current): a diff from old to new is to be applied to current, which is old with lines elsewhere changed."""
-    old = [b"%s %d\n" % (draw(st.sampled_from([b"a", b"b", b"c"])), n // draw(st.sampled_from([1, 3]))) for n in range(draw(st.integers(0, 40)))]
+    old = [
+        b"%s %d\n" % (draw(st.sampled_from([b"a", b"b", b"c"])), n // draw(st.sampled_from([1, 3])))
+        for n in range(draw(st.integers(0, 40)))
+    ]
     new = list(old)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, len(new)))
@@ -275,11 +278,19 @@ def test_malformed_or_hostile(patch: bytes, text: str) -> None:
 @pytest.mark.parametrize(
     ("patch", "before", "text"),
     [
-        (b"--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n-a\n+b\n 1\n@@ -5 +5 @@\n-q\n+r\n", b"a\n1\n2\n3\nz\n", "f: hunk #2 (line 7 of the patch): does not apply"),
+        (
+            b"--- a/f\n+++ b/f\n@@ -1,2 +1,2 @@\n-a\n+b\n 1\n@@ -5 +5 @@\n-q\n+r\n",
+            b"a\n1\n2\n3\nz\n",
+            "f: hunk #2 (line 7 of the patch): does not apply",
+        ),
         (b"--- a/g\n+++ b/g\n" + HUNK, b"a\n", "g: does not exist"),
         (b"--- /dev/null\n+++ b/f\n@@ -0,0 +1 @@\n+a\n", b"a\n", "f: exists already"),
         (b"--- a/f\n+++ /dev/null\n@@ -1 +0,0 @@\n-a\n", b"a\nmore\n", "f: hunk #1"),
-        (b"diff --git a/f b/g\nsimilarity index 100%\nrename from f\nrename to f2\ndiff --git a/f b/f\n--- a/f\n+++ b/f\n" + HUNK, b"x\n", "does not"),
+        (
+            b"diff --git a/f b/g\nrename from f\nrename to f2\ndiff --git a/f b/f\n--- a/f\n+++ b/f\n" + HUNK,
+            b"x\n",
+            "does not",
+        ),
     ],
 )  # fmt: skip
 def test_what_does_not_apply_says_which_hunk_of_which_file(patch: bytes, before: bytes, text: str) -> None:
@@ -303,7 +314,12 @@ def test_a_file_is_not_searched_for_ever() -> None:
 @settings(max_examples=300, deadline=None)
 @given(st.binary(max_size=200), st.integers(0, 3))
 def test_any_bytes_are_a_patch_or_an_error(data: bytes, strip: int) -> None:
-    prefix = [b"", b"diff --git a/f b/f\n", b"--- a/f\n+++ b/f\n@@ -1,3 +1,3 @@\n", b"diff --git a/f b/f\nGIT binary patch\nliteral 3\n"]
+    prefix = [
+        b"",
+        b"diff --git a/f b/f\n",
+        b"--- a/f\n+++ b/f\n@@ -1,3 +1,3 @@\n",
+        b"diff --git a/f b/f\nGIT binary patch\nliteral 3\n",
+    ]
     for start in prefix:
         try:
             parse_patch(start + data, strip)
@@ -311,7 +327,10 @@ def test_any_bytes_are_a_patch_or_an_error(data: bytes, strip: int) -> None:
             continue
 
 
-@pytest.mark.parametrize("delta", [b"", b"\x03", b"\x03\x03\x80", b"\x03\x05\x90\x04", b"\x03\x03\x00", b"\x03\x03\x05ab", b"\x03\x01\x02ab", b"\x04\x00"])
+@pytest.mark.parametrize(
+    "delta",
+    [b"", b"\x03", b"\x03\x03\x80", b"\x03\x05\x90\x04", b"\x03\x03\x00", b"\x03\x03\x05ab", b"\x03\x01\x02ab", b"\x04\x00"],
+)
 def test_hostile_deltas(delta: bytes) -> None:
     with pytest.raises(FormatError):
         apply_delta(b"abc", delta, "x")

@@ -58,9 +58,7 @@ class Mutator:
         key = kinds.key_of(chain_id([layer.ref.diff_id for layer in layers]), wanted)
         return await self._making.do(key, lambda: self._mutate(key, wanted, layers))
 
-    async def _mutate(
-        self, key: str, mutations: Sequence[Mutation], layers: Sequence[StackedLayer]
-    ) -> tuple[LayerRef, ...]:
+    async def _mutate(self, key: str, mutations: Sequence[Mutation], layers: Sequence[StackedLayer]) -> tuple[LayerRef, ...]:
         found = await asyncio.to_thread(self.store.get, key)
         if found is not None:
             return found

@@ -532,9 +532,7 @@ def apply_patches(patches: Sequence[FilePatch], before: Mapping[bytes, Content |
     return after
 
 
-def _source(
-    patch: FilePatch, before: Mapping[bytes, Content | None], after: Mapping[bytes, Content | None]
-) -> Content | None:
+def _source(patch: FilePatch, before: Mapping[bytes, Content | None], after: Mapping[bytes, Content | None]) -> Content | None:
     if patch.old is None:
         return None
     # The sources of renames and copies are meant as they were, whatever the patch does to them elsewhere.

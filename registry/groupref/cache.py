@@ -20,6 +20,7 @@ import json
 import os
 import sqlite3
 import time
+import weakref
 from collections import OrderedDict
 
 from weenv.core.errors import FormatError, StorageError
@@ -64,6 +65,7 @@ class MappingCache:
             raise StorageError(
                 f"the mapping cache {path} cannot be used: {error}", hint="remove it, or name another"
             ) from error
+        weakref.finalize(self, self._db.close)  # for the cache of a resolver that nobody closes
 
     def _open(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.path, isolation_level=None, timeout=10.0)

@@ -435,10 +435,14 @@ async def test_restart_mounts_what_the_metastore_knows(
     stray = LayerDirs(root)
     os.makedirs(f"{root}/layers/sha256/{'0' * 64}")
     os.makedirs(f"{root}/m/999")
+    os.makedirs(f"{root}/layers/.new-half-made")
+    os.makedirs(f"{root}/layers/.trash/was-removed")
     async with node(root, registry) as n:
         n.containerd.names = names
         assert digests.from_hex("0" * 64) not in stray.known()
         assert "999" not in os.listdir(f"{root}/m")
+        assert not any(name.startswith(".new-") for name in os.listdir(f"{root}/layers"))
+        assert "was-removed" not in os.listdir(f"{root}/layers/.trash")
         n.plane.fail[layers[1].digest] = MountError("its blobs are gone", errno=2)
         await n.layers.tend_once()
         await n.layers.tend_once()

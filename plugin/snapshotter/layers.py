@@ -49,6 +49,7 @@ class Layers:
         self._broken: dict[int, str] = {}
         self._pins: Counter[str] = Counter()
         self._fresh: dict[str, float] = {}
+        self._strays = False
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="sweep")
         os.makedirs(self.points, mode=0o711, exist_ok=True)
@@ -175,6 +176,7 @@ class Layers:
 
         What is not taken over is mounted by :meth:`tend`, or by the first request that needs it.
         """
+        self.dirs.empty_trash()
         rows = {layer.id: layer for layer in self.store.layers()}
         mounted = mounts.mounts_below(self.points)
         for name in os.listdir(self.points):
@@ -190,6 +192,7 @@ class Layers:
         known = {layer.digest for layer in rows.values()}
         for digest in self.dirs.known():
             if digest not in known:
+                self._strays = True
                 log.info("dropping a layer that no snapshot knows", extra={"layer": digest})
                 self.dirs.discard(digest)
                 self._metrics.repairs.labels(what="stray layer").inc()
@@ -273,6 +276,8 @@ class Layers:
             self.dirs.discard(digest)
         if gone or discarded:
             log.info("layers removed", extra={"mounts": len(gone), "layers": len(discarded)})
+        if gone or discarded or self._strays:
+            self._strays = False
             await asyncio.get_running_loop().run_in_executor(self._threads, self._clear, gone)
 
     def _clear(self, points: list[str]) -> None:

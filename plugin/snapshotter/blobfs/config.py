@@ -18,7 +18,7 @@ class FillConfig:
     """Nothing is filled until no reader has waited for a frame for so long."""
     rate: int = 0
     """Bytes per second of compressed data at most; 0: no limit but the pauses."""
-    cpu_busy: float = 0.6
+    cpu_busy: float = 0.4
     """Nothing is filled while the other processes of the node use more than this share of its CPUs."""
     cpu_pressure: float = 0.05
     """... or while tasks waited for a CPU for more than this share of the time (``/proc/pressure/cpu``, "some")."""

@@ -9,6 +9,7 @@ import logging
 import logging.handlers
 import os
 import queue
+import resource
 import signal
 import sys
 import time
@@ -28,9 +29,9 @@ from weenv.plugin.snapshotter.blobfs.metrics import Report
 from weenv.plugin.snapshotter.blobfs.server import Server, resend
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
-from weenv.plugin.snapshotter.fetch.flight import FetchSettings
+from weenv.plugin.snapshotter.fetch.flight import FetchLayer, FetchSettings
 from weenv.plugin.snapshotter.fetch.planner import Budget, Extents, ReadAhead
-from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
+from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.plugin.snapshotter.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, detach, mount
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
@@ -138,9 +139,14 @@ class Daemon:
             parallelism=config.parallelism, range_max=config.range_max, deadline=config.deadline, decoders=config.decoders
         )
         self._budget = Budget(config.neighbours)
-        self.fetcher = Fetcher(verify_frame, settings)
+        self.fetcher = Fetcher(verify_frame, settings, self._refresh)
         self.table = LayerTable(
-            LayerDirs(config.root), read_tail, self._open_sources, self._remember, make_read_ahead=self._make_read_ahead
+            LayerDirs(config.root),
+            read_tail,
+            self._open_sources,
+            self._remember,
+            make_read_ahead=self._make_read_ahead,
+            close_sources=self._close_sources,
         )
         self.holder, self.fuse, old = connect(config)
         if old:
@@ -158,14 +164,28 @@ class Daemon:
         self.report = Report(self.server, self.fetcher, self.table, self.filler)
         log.info("serving layers", extra={"mountpoint": config.mountpoint, "resumed": old, "layers": len(self.table.nodes)})
 
-    def _open_sources(self, source: LayerSource) -> Sequence[BlobSource]:
+    def _open_sources(self, source: LayerSource, origins: Sequence[Origin]) -> list[BlobSource]:
         found: list[BlobSource] = []
-        for origin in source.origins:
+        for origin in origins:
             try:
                 found.append(open_source(self.client, origin, source.digest, source.size))
             except WeenvError as error:
                 log.warning("an origin of a layer cannot be used", extra={"layer": source.digest, "error": str(error)})
         return found
+
+    def _close_sources(self, sources: list[BlobSource]) -> None:
+        """In any thread, perhaps after the loop has ended."""
+
+        def close() -> None:
+            for source in sources:
+                self._background.spawn(source.close(), "close a source")
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(close)
+
+    def _refresh(self, layer: FetchLayer) -> None:
+        if isinstance(layer, Layer):
+            self.table.refresh(layer)
 
     def _make_read_ahead(self, layer: Layer) -> ReadAhead:
         return ReadAhead(
@@ -348,6 +368,8 @@ async def serve(
     ``ready`` is called once requests are answered. Raises ConfigError, MountError, OSError.
     """
     loop = asyncio.get_running_loop()
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two or three descriptors a layer
     with detached_log():
         async with RegistryClient(registry or RegistryConfig()) as client:
             daemon = Daemon(config, client)

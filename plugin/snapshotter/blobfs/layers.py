@@ -22,7 +22,7 @@ from weenv.plugin.snapshotter.cache.present import Presence
 from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer
 from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
-from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
+from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.registry.source import BlobSource
 
 log = logging.getLogger(__name__)
@@ -34,8 +34,10 @@ ReadTail = Callable[[bytes, LayerSource], tuple[Frames, int]]
 """The frame table and the stream's size, from a layer's tail, whose digest it checks first. Raises FormatError."""
 ReadExtents = Callable[[bytes, LayerSource], Extents]
 """Where the large files of a layer lie, from its tail. Raises FormatError."""
-OpenSources = Callable[[LayerSource], Sequence[BlobSource]]
-"""The sources of a blob, in the order to try them; those that cannot be opened are left out."""
+OpenSources = Callable[[LayerSource, Sequence[Origin]], list[BlobSource]]
+"""The sources of a blob at these of its origins, in the order to try them; those that cannot be opened are left out."""
+CloseSources = Callable[[list[BlobSource]], None]
+"""Called, in any thread, with the sources of a layer that is no longer in use."""
 
 
 class Layer(FetchLayer):
@@ -43,7 +45,7 @@ class Layer(FetchLayer):
 
     def __init__(
         self, source: LayerSource, path: str, frames: Frames, size: int, presence: Presence, store: DataStore,
-        sources: Sequence[BlobSource], identity: tuple[int, int], read_ahead: ReadAhead | None = None,
+        sources: list[BlobSource], identity: tuple[int, int], close_sources: CloseSources = lambda _: None,
     ) -> None:  # fmt: skip
         super().__init__(digests.hex_of(source.digest)[:12], frames, presence, store, sources)
         self.source = source
@@ -51,7 +53,8 @@ class Layer(FetchLayer):
         self.size = size
         self.identity = identity
         """Device and inode of the layer's directory: another directory of the same name is another cache."""
-        self.read_ahead = read_ahead or ReadAhead(self.starts, presence.states, self.flights.__contains__)
+        self.read_ahead = ReadAhead(self.starts, presence.states, self.flights.__contains__)
+        self._close_sources = close_sources
         self.last_used = 0.0
         self.first_used = 0.0
         self.extents_asked = False
@@ -74,6 +77,7 @@ class Layer(FetchLayer):
     def __del__(self) -> None:
         self.presence.close()
         self.store.close()
+        self._close_sources(self.sources)
 
 
 class Node:
@@ -105,7 +109,7 @@ class LayerTable:
     def __init__(
         self, dirs: LayerDirs, read_tail: ReadTail, open_sources: OpenSources,
         remember: Callable[[int, str], None] = lambda _id, _name: None,
-        *, make_read_ahead: Callable[[Layer], ReadAhead] | None = None,
+        *, make_read_ahead: Callable[[Layer], ReadAhead] | None = None, close_sources: CloseSources = lambda _: None,
     ) -> None:  # fmt: skip
         self.dirs = dirs
         self.nodes: dict[int, Node] = {}
@@ -115,6 +119,7 @@ class LayerTable:
         self._read_tail = read_tail
         self._open_sources = open_sources
         self._make_read_ahead = make_read_ahead
+        self._close_sources = close_sources
 
     def restore(self, nodes: dict[int, str]) -> None:
         """Take over the nodes of an earlier server."""
@@ -175,6 +180,18 @@ class LayerTable:
                 count += 1
         return count
 
+    def refresh(self, layer: Layer) -> None:
+        """Take in origins that have been added to ``source.json`` since the layer was opened."""
+        try:
+            with open(os.path.join(layer.path, "source.json"), "rb") as file:
+                source = LayerSource.from_json(file.read(1 << 20))
+        except (OSError, FormatError):
+            return
+        fresh = [origin for origin in source.origins if origin not in layer.source.origins]
+        layer.source = source
+        if fresh:
+            layer.sources.extend(self._open_sources(source, fresh))
+
     def _current(self, layer: Layer) -> bool:
         """Is it the directory at the layer's own path that ``layer`` was opened from? One in the trash is not."""
         try:
@@ -214,7 +231,9 @@ class LayerTable:
         # The present file is looked at first: creating ``data`` anew must not make an old one look valid.
         presence = Presence.open(path, frames.content_sizes, size)
         store = DataStore.open(os.path.join(path, "data"), size)
-        layer = Layer(source, path, frames, size, presence, store, self._open_sources(source), (found.st_dev, found.st_ino))
+        sources = self._open_sources(source, source.origins)
+        identity = (found.st_dev, found.st_ino)
+        layer = Layer(source, path, frames, size, presence, store, sources, identity, self._close_sources)
         if self._make_read_ahead is not None:
             layer.read_ahead = self._make_read_ahead(layer)
         layer.last_used = time.monotonic()

@@ -64,14 +64,20 @@ class _Flush(Enum):
 
 
 class Fetcher:
-    """See the module's text. Create it in the event loop that is to run the ranged reads; end it with :meth:`close`."""
+    """See the module's text. Create it in the event loop that is to run the ranged reads; end it with :meth:`close`.
 
-    def __init__(self, verify: Verify, settings: FetchSettings | None = None) -> None:
+    ``refresh`` is called when all of a layer's sources have failed; it may append to ``layer.sources``.
+    """
+
+    def __init__(
+        self, verify: Verify, settings: FetchSettings | None = None, refresh: Callable[[FetchLayer], None] = lambda _: None
+    ) -> None:
         self.settings = settings or FetchSettings()
         self.stats = FetchStats()
         self.last_demand = 0.0
         """``time.monotonic()`` of the last frame that a reader had to wait for."""
         self._verify = verify
+        self._refresh = refresh
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._queues: tuple[deque[Flight], ...] = (deque(), deque(), deque())
@@ -481,6 +487,9 @@ class Fetcher:
         layer, settings = flight.layer, self.settings
         if source >= 0:
             (flight.useless if useless else flight.tried).add(source)
+        tried = flight.tried | flight.useless
+        if len(tried) == len(layer.sources):
+            self._refresh(layer)  # somebody may have learnt of another place meanwhile
         known = range(len(layer.sources))
         if all(number in flight.useless for number in known):
             self._fail(flight, str(error))

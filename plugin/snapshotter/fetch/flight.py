@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -137,7 +137,7 @@ class FetchLayer:
     frames: Frames
     presence: Presence
     store: DataStore
-    sources: Sequence[BlobSource]
+    sources: list[BlobSource]
     starts: array[int] = field(init=False)
     """Compressed offsets, n + 1 of them."""
     contents: array[int] = field(init=False)

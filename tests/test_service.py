@@ -298,6 +298,29 @@ async def test_a_crash_between_row_and_directory_leaves_no_rubbish(root: str) ->
         assert service.core.store.trash() == []
 
 
+async def test_directories_made_ahead(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Metastore(f"{root}/metastore.db")
+    core = Snapshotter(root, store, spares=4)
+    core.recover()
+    service = Direct(core)
+    await asyncio.sleep(0.1)
+    made = [int(name) for name in os.listdir(f"{root}/s")]
+    assert len(made) == 4
+    uppers = [upper_of(await service.prepare(f"k{number}", "")) for number in range(20)]
+    assert len(set(uppers)) == 20 and set(made) <= {int(upper.split("/")[-2]) for upper in uppers}
+    for upper in uppers:
+        work = os.path.join(os.path.dirname(upper), "work")
+        assert (stat.S_IMODE(os.stat(upper).st_mode), stat.S_IMODE(os.stat(work).st_mode)) == (0o755, 0o711)
+    with refused("ALREADY_EXISTS"):
+        await service.prepare("k0", "")
+    core.close()
+    store.close()
+    async with direct(root) as service:  # those that nobody took go at the next start
+        service.core.recover()
+        await service.cleanup()
+        assert {int(name) for name in os.listdir(f"{root}/s")} == service.core.store.ids()
+
+
 async def test_a_full_disk_is_said_so(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async with direct(root) as service:
 

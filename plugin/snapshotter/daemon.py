@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 _CHECKPOINT = 30.0
 """Seconds between moves of the metastore's write-ahead log into its database."""
 _STOP_GRACE = 5.0
+_SPARES = 64
+"""Snapshot directories kept ready: a burst of as many containers waits for no mkdir."""
 
 
 @contextlib.contextmanager
@@ -109,7 +111,7 @@ async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None =
             background = Background()
             stack.push_async_callback(background.close)
             layers = await stack.enter_async_context(_lazy_layers(config, store, metrics, background))
-            core = Snapshotter(config.root, store, layers, mount_options=config.mount_options)
+            core = Snapshotter(config.root, store, layers, mount_options=config.mount_options, spares=_SPARES)
             stack.callback(core.close)
             core.recover()
             sweeper = _Sweeper(core, config.cleanup_delay)

@@ -38,6 +38,7 @@ from weenv.plugin.snapshotter import disk
 from weenv.plugin.snapshotter.filters import compile_filters
 from weenv.plugin.snapshotter.metastore import Metastore, Snapshot
 from weenv.plugin.snapshotter.mounts import bind_mount, overlay_mount, overlay_options
+from weenv.plugin.snapshotter.spares import SpareDirectories, make_directory
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +136,13 @@ class Snapshotter:
     """The ten requests, for one root directory. All methods belong to one event loop."""
 
     def __init__(
-        self, root: str, store: Metastore, layers: LazyLayers | None = None, *, mount_options: Sequence[str] = ()
+        self,
+        root: str,
+        store: Metastore,
+        layers: LazyLayers | None = None,
+        *,
+        mount_options: Sequence[str] = (),
+        spares: int = 0,
     ) -> None:
         self.root = root
         self.store = store
@@ -149,9 +156,11 @@ class Snapshotter:
         self._cleaning = asyncio.Lock()
         self.on_remove: Callable[[], None] = lambda: None
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        self._spares = SpareDirectories(self.directory, store.reserve, spares)
 
     def close(self) -> None:
         """Stop the helper threads. Nothing is unmounted and nothing deleted."""
+        self._spares.close()
         self._walkers.shutdown(wait=False, cancel_futures=True)
 
     # paths
@@ -256,11 +265,12 @@ class Snapshotter:
     ) -> list[Mount]:
         if not key:
             raise InvalidRequest("a snapshot needs a key")
-        number = self.store.reserve()
         made = kind is Kind.ACTIVE or lower is None
+        spare = self._spares.take() if kind is Kind.ACTIVE else None
+        number = self.store.reserve() if spare is None else spare
         try:
             if made:
-                self._make_directory(number, kind, lower, labels)
+                self._make_directory(number, lower, labels, ready=spare is not None)
             self.store.add(kind, key, None if base is None else base.id, labels, snapshot_id=number)
         except BaseException:
             if made:
@@ -268,14 +278,12 @@ class Snapshotter:
             raise
         return self._describe(kind, number, lower)
 
-    def _make_directory(self, number: int, kind: Kind, lower: _Lower | None, labels: Mapping[str, str]) -> None:
+    def _make_directory(self, number: int, lower: _Lower | None, labels: Mapping[str, str], *, ready: bool) -> None:
         home = f"{self.directory}/{number}"
         try:
             owner = self._owner(lower, labels)
-            os.mkdir(home, 0o700)
-            os.mkdir(home + "/fs", 0o755)
-            if kind is Kind.ACTIVE:
-                os.mkdir(home + "/work", 0o711)
+            if not ready:
+                make_directory(home)
             if owner not in (None, (0, 0)):
                 os.chown(home + "/fs", *owner, follow_symlinks=False)
         except OSError as error:
@@ -404,7 +412,7 @@ class Snapshotter:
     # start
 
     def recover(self) -> None:
-        """Square the metastore with the directories; called once, before the first request."""
+        """Square the metastore with the directories; called once, before the first request, on the event loop."""
         known = self.store.ids()
         strays: list[int] = []
         for name in os.listdir(self.directory):
@@ -415,8 +423,9 @@ class Snapshotter:
             if int(name) not in known:
                 strays.append(int(name))
         if strays:
-            log.info("removing directories of snapshots that were never finished", extra={"count": len(strays)})
+            log.debug("removing directories of snapshots that were never made", extra={"count": len(strays)})
             self.store.add_trash(strays)
+        self._spares.fill()
         missing = 0
         for page in self.store.walk():
             for snapshot in page:

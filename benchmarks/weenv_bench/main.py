@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -47,19 +49,26 @@ class Bench:
 
     @property
     def converted(self) -> str:
-        """The OCI layout with the converted image, tag ``weenv``; made anew once per run."""
-        path = os.path.join(cache_root(), f"image-{self.image.name}", "converted")
-        if not self._tocs:
-            shutil.rmtree(path, ignore_errors=True)
+        """The OCI layout with the converted image, tag ``weenv``; made anew when the converter's own code has changed."""
+        path = os.path.join(cache_root(), f"image-{self.image.name}", f"converted-{_sources('layer', 'converter')}")
+        if not self._tocs and os.path.exists(os.path.join(path, "index.json")):
+            self._read(path)
+        elif not self._tocs:
+            for old in os.listdir(os.path.dirname(path)):
+                if old.startswith("converted"):
+                    shutil.rmtree(os.path.join(os.path.dirname(path), old))
             say("converting the image")
             begin = time.perf_counter()
             subprocess.run(
                 [*tools.weenv(), "convert", f"oci:{self.image.layout}:zstd", f"oci:{path}:weenv"], check=True, stdout=sys.stderr
             )
-            self.facts["image"]["convert_s"] = time.perf_counter() - begin
-            self._tocs = [reads.read_toc(blob) for blob in _layers(path)]
-            self.facts["image"]["weenv"] = sum(os.path.getsize(blob) for blob in _layers(path))
+            say(f"converted in {time.perf_counter() - begin:.1f} s")
+            self._read(path)
         return path
+
+    def _read(self, path: str) -> None:
+        self._tocs = [reads.read_toc(blob) for blob in _layers(path)]
+        self.facts["image"]["weenv"] = sum(os.path.getsize(blob) for blob in _layers(path))
 
     @property
     def tocs(self) -> list[Toc]:
@@ -88,7 +97,7 @@ class Bench:
         return self._registry
 
     @contextmanager
-    def node(self, *, weenv: bool = False, fill: bool = False) -> Iterator[Node]:
+    def node(self, *, weenv: bool = False, fill: str = "off") -> Iterator[Node]:
         """A fresh node, with the registry up."""
         self.registry  # noqa: B018 - made when first asked for
         with Node(weenv=weenv, fill=fill) as node:
@@ -100,6 +109,19 @@ class Bench:
             self._registry.close()
         if self._link is not None:
             self._link.close()
+
+
+def _sources(*packages: str) -> str:
+    """A short name for the present code of some packages."""
+    hasher = hashlib.sha256()
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    for package in packages:
+        for folder, _, names in sorted(os.walk(os.path.join(root, package))):
+            for name in sorted(names):
+                if name.endswith(".py"):
+                    with open(os.path.join(folder, name), "rb") as file:
+                        hasher.update(file.read())
+    return hasher.hexdigest()[:12]
 
 
 def _layers(layout: str) -> list[str]:
@@ -149,7 +171,7 @@ def part_series(bench: Bench) -> list[Row]:
     plan = [("gzip", False), ("zstd", False), ("weenv", False), ("weenv", True)]
     for number in range(bench.rounds):
         for tag, fill in plan if number % 2 == 0 else plan[::-1]:
-            with bench.node(weenv=tag == "weenv", fill=fill) as node:
+            with bench.node(weenv=tag == "weenv", fill="on" if fill else "off") as node:
                 result = series.series(node, bench.link, REPOSITORY, tag, bench.recipe)
             name = tag + ("+fill" if fill else "")
             results.setdefault(name, []).append(result)
@@ -175,7 +197,7 @@ def part_series(bench: Bench) -> list[Row]:
 
 def part_bytes(bench: Bench) -> list[Row]:
     """Bytes fetched against what the files read lie in."""
-    with bench.node(weenv=True, fill=False) as node:
+    with bench.node(weenv=True) as node:
         reference = f"{REPOSITORY}:weenv"
         down = bench.link.counters().down
         node.pull(reference, "weenv")
@@ -195,7 +217,7 @@ def part_eight(bench: Bench) -> list[Row]:
     fetched: dict[str, list[int]] = {"zstd": [], "weenv": []}
     for _ in range(bench.rounds):
         for tag in times:
-            with bench.node(weenv=tag == "weenv", fill=True) as node:
+            with bench.node(weenv=tag == "weenv", fill="on") as node:
                 seconds, down = series.eight(node, bench.link, REPOSITORY, tag)
             times[tag].append(seconds)
             fetched[tag].append(down)
@@ -211,10 +233,10 @@ def part_eight(bench: Bench) -> list[Row]:
 def part_local(bench: Bench) -> list[Row]:
     """Everything local, and Prepare."""
     references = {"overlayfs": f"{REPOSITORY}:zstd", "weenv": f"{REPOSITORY}:weenv"}
-    with bench.node(weenv=True, fill=True) as node:
+    with bench.node(weenv=True) as node:
         for snapshotter, reference in references.items():
             node.pull(reference, snapshotter)
-        filled = local.wait_complete(node)
+        filled = local.complete(node)
         say(f"all layers complete {filled:.1f} s after the pull")
         time.sleep(5)  # the snapshotter notices, and new mounts are made from plain files
         latency = local.run_latency(node, references, 15 if bench.quick else 40)
@@ -241,7 +263,7 @@ def part_local(bench: Bench) -> list[Row]:
 
 def part_memory(bench: Bench) -> list[Row]:
     """Memory of the daemons."""
-    with bench.node(weenv=True, fill=False) as node:
+    with bench.node(weenv=True) as node:
         found = daemons.memory(node, bench.registry)
     return [
         at_most("memory", "memory of the daemons, 100 layers of 50 000 files", found["total_bytes"] / MB, 300, " MB", found)
@@ -286,9 +308,15 @@ def main(arguments: list[str] | None = None) -> int:
     return code
 
 
+def _interrupted(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
 def _measure(options: argparse.Namespace, path: str) -> int:
     rows: list[Row] = []
     failed = []
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job inherits it ignored
+        signal.signal(number, _interrupted)
     try:
         bench = Bench(options.quick, options.rounds)
     except BenchError as error:
@@ -305,6 +333,9 @@ def _measure(options: argparse.Namespace, path: str) -> int:
                 continue
             rows.extend(found)
             report.save(path, found, bench.facts)
+    except KeyboardInterrupt:
+        say("interrupted; everything that was started is taken down")
+        return 130
     finally:
         bench.close()
     report.print_table(rows, Console(width=None if sys.stdout.isatty() else 130))

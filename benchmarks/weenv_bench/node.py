@@ -142,9 +142,9 @@ class FarRegistry:
 
 
 class Node:
-    """A node with nothing on it. ``weenv`` starts WeEnv's daemons too; ``fill`` lets them fill layers in the background."""
+    """A node with nothing on it. ``weenv`` starts WeEnv's daemons too; ``fill`` is a key of :data:`_FILL`."""
 
-    def __init__(self, *, weenv: bool = False, fill: bool = True) -> None:
+    def __init__(self, *, weenv: bool = False, fill: str = "on") -> None:
         self.directory = state_directory("weenv-bench-node-")
         self.weenv = weenv
         self.fill = fill
@@ -307,7 +307,14 @@ class Node:
         self.close()
 
 
-def weenv_config(directory: str, fill: bool) -> str:
+_FILL = {
+    "off": "enabled = false",
+    "on": "enabled = true",
+}
+"""Background fill: off, or as it is by default."""
+
+
+def weenv_config(directory: str, fill: str) -> str:
     """The daemons' configuration for a node in ``directory``: defaults but for paths, the registry and filling."""
     return f"""[snapshotter]
 root = "{directory}/weenv"
@@ -319,7 +326,7 @@ mountpoint = "{directory}/w/blobs"
 holder_socket = "{directory}/w/holder.sock"
 status_socket = "{directory}/w/blobfs.sock"
 [blobfs.fill]
-enabled = {"true" if fill else "false"}
+{_FILL[fill]}
 [registry]
 plain_http = ["{HOST}"]
 """

@@ -14,10 +14,11 @@ fail() {
 . /etc/os-release
 [ "${ID:-}" = debian ] || fail "this is ${PRETTY_NAME:-an unknown system}; the set-up knows Debian 12 and 13 only"
 
-# python3-venv: the environment below; debootstrap, gpgv: images of real Debian; zstd, attr, skopeo: the tests check with them;
-# libseccomp2: the privately unpacked runc; the rest is in any but the smallest installation.
+# python3-venv: the environment below; debootstrap, gpgv: images of real Debian; zstd, attr, skopeo, patch, bsdtar: what the
+# tests check with; libseccomp2: the privately unpacked runc; the rest is in any but the smallest installation.
 missing=""
-for package in python3-venv ca-certificates git debootstrap gpgv zstd attr skopeo libseccomp2 mount util-linux e2fsprogs xz-utils; do
+for package in python3-venv ca-certificates git debootstrap gpgv zstd attr skopeo patch libarchive-tools libseccomp2 \
+    mount util-linux e2fsprogs xz-utils; do
     status=$(dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null || true)
     [ "$status" = "install ok installed" ] || missing="$missing $package"
 done

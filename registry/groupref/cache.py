@@ -65,10 +65,11 @@ class MappingCache:
             raise StorageError(
                 f"the mapping cache {path} cannot be used: {error}", hint="remove it, or name another"
             ) from error
-        weakref.finalize(self, self._db.close)  # for the cache of a resolver that nobody closes
+        # For the cache of a resolver that nobody closes; it may be collected in any thread (see _open).
+        weakref.finalize(self, self._db.close)
 
     def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, isolation_level=None, timeout=10.0)
+        db = sqlite3.connect(self.path, isolation_level=None, timeout=10.0, check_same_thread=False)
         try:
             db.execute("PRAGMA journal_mode=WAL")
             db.execute("PRAGMA synchronous=NORMAL")

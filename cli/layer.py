@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -260,7 +261,7 @@ def mount(what: str, directory: str, platform: str, plain_http: tuple[str, ...],
       weenv layer umount /mnt
     """
     from weenv.layer.decode import describe
-    from weenv.plugin.snapshotter.blobfs.single import mount_layer
+    from weenv.plugin.snapshotter.single import mount_layer, umount_layer
 
     async def look(item: FoundLayer) -> _Single:
         read_at = reader(item.source, asyncio.get_running_loop())
@@ -275,14 +276,16 @@ def mount(what: str, directory: str, platform: str, plain_http: tuple[str, ...],
     if len(found) != 1:
         names = "\n  ".join(item.found.name for item in found)
         raise BadReference(f"{what} is an image of {len(found)} layers; name one of them", hint=names)
-    mount_layer(
-        found[0].descriptor,
-        found[0].tail,
-        found[0].found.origin,
-        os.path.abspath(directory),
-        plain_http=plain_http,
-        foreground=foreground,
-    )
+    place = os.path.realpath(directory)
+    mount_layer(found[0].descriptor, found[0].tail, found[0].found.origin, place, plain_http=plain_http)
+    if not foreground:
+        return
+    click.echo(f"mounted at {place}; Ctrl-C unmounts it", err=True)
+    try:
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        umount_layer(place)
 
 
 @layer.command("umount")
@@ -294,6 +297,6 @@ def umount(directory: str) -> None:
     Example:
       weenv layer umount /mnt
     """
-    from weenv.plugin.snapshotter.blobfs.single import umount_layer
+    from weenv.plugin.snapshotter.single import umount_layer
 
-    umount_layer(os.path.abspath(directory))
+    umount_layer(os.path.realpath(directory))

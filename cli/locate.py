@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from weenv.core.errors import BadReference, FormatError, NotFoundInSource
+from weenv.core.errors import BadReference, FormatError, NotFoundInSource, SourceError
 from weenv.layer.decode import ReadAt
 from weenv.layer.verify import LayerDescriptor, is_annotated, parse_annotations
 from weenv.plugin.snapshotter.layerdir import Origin
@@ -90,7 +90,8 @@ async def _from_registry(client: RegistryClient, reference: Reference, platform:
     origin = Origin("registry", host=reference.api_host, repository=reference.repository)
     try:
         data, descriptor = await client.get_manifest(reference)
-    except NotFoundInSource:
+    except SourceError:
+        # Asked for a blob as if it were a manifest, registries answer 404, and some 500.
         size = await client.has_blob(origin.host, origin.repository, reference.digest) if reference.digest else None
         if size is None:
             raise

@@ -75,8 +75,9 @@ class Holder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        listener.bind(self.path)
-        os.chmod(self.path, 0o600)
+        old = os.umask(0o177)
+        listener.bind(self.path)  # mode 0600 from the first moment
+        os.umask(old)
         listener.listen(16)
         if self.attached is not None:
             self.attached.send(_pack({"op": "ready"}))

@@ -99,6 +99,7 @@ class Fetcher:
         ]
         for thread in self._decoders:
             thread.start()
+        self._watchdog = self._loop.create_task(self._watch())
 
     @property
     def demanded(self) -> int:
@@ -284,10 +285,11 @@ class Fetcher:
             length = starts[flights[-1].frame + 1] - begin
             parts: list[bytes | memoryview] = []
             have, need = 0, starts[seed.frame + 1] - begin
-            patience = self.settings.stall
+            remaining = self._remaining(flights)
+            patience = min(self.settings.stall, remaining)
             async with (
                 asyncio.timeout(patience) as stall,
-                aclosing(source.stream(begin, length, deadline=self._remaining(flights))) as chunks,
+                aclosing(source.stream(begin, length, deadline=remaining)) as chunks,
             ):
                 async for chunk in chunks:
                     stall.reschedule(self._loop.time() + patience)
@@ -537,13 +539,26 @@ class Fetcher:
         for waiter in failed:
             waiter.fail(errno.EIO)
 
+    async def _watch(self) -> None:
+        """End flights that a reader waited for too long while all ranged reads were taken by sources that hang."""
+        while True:
+            await asyncio.sleep(1.0)
+            now = time.monotonic()
+            with self._lock:
+                late = [flight for flight in self._queues[DEMAND] if flight.state == QUEUED and flight.deadline < now]
+                for flight in late:
+                    flight.state = PAUSED  # out of the queue
+            for flight in late:
+                self._fail(flight, "every ranged read is taken by a source that does not answer")
+
     async def close(self) -> None:
         """Stop: no waiter is told any more (the kernel asks the next server again)."""
         with self._lock:
             self._closed = True
-        for task in list(self._tasks):
+        tasks = [*self._tasks, self._watchdog]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for _ in self._decoders:
             self._work.put(None)
         for thread in self._decoders:

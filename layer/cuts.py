@@ -20,7 +20,8 @@ class Cutter:
     """Turns payload positions into frame boundaries.
 
     :meth:`payload` and :meth:`known` return further boundaries in ascending order, stream offsets where one frame ends
-    and the next begins; they may lie ahead of the bytes seen so far. :meth:`finish` gives the remaining ones.
+    and the next begins. Within a large payload they come as :meth:`known` gets there, not when it is told of: its length
+    is only what a header claims. :meth:`finish` gives the remaining ones.
     """
 
     def __init__(self, target: int) -> None:
@@ -30,7 +31,7 @@ class Cutter:
         self._most = target + target // 2
         self._start = 0  # where the open frame begins
         self._end = 0  # the end of the latest payload, with its padding
-        self._large = False  # the open frame holds the end of a large file
+        self._large = False  # the open frame holds (a piece of) a large file
 
     def _cut(self, at: int, cuts: list[int]) -> None:
         if at > self._start:
@@ -41,6 +42,8 @@ class Cutter:
     def known(self, position: int) -> list[int]:
         """No payload begins before ``position``, other than those told already."""
         cuts: list[int] = []
+        if self._large:
+            self._cut_large(position, cuts)
         if position - self._end > self._target:
             self._cut(self._end, cuts)
             while position - self._start > self._most:
@@ -55,8 +58,6 @@ class Cutter:
             if not self._large or offset - self._end > _SLACK:
                 self._close_large(cuts)
             self._cut(offset, cuts)
-            while end - self._start > self._most:
-                self._cut(self._start + self._target, cuts)
             self._large = True
         else:
             self._close_large(cuts)
@@ -64,6 +65,11 @@ class Cutter:
                 self._cut(self._end, cuts)
         self._end = end
         return cuts
+
+    def _cut_large(self, position: int, cuts: list[int]) -> None:
+        while self._end - self._start > self._most and self._start + self._target <= position:
+            self._cut(self._start + self._target, cuts)
+        self._large = True
 
     def _close_large(self, cuts: list[int]) -> None:
         if self._large:

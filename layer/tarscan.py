@@ -144,6 +144,7 @@ class TarScanner:
         self.ended = False
         self._sink = sink
         self._limits = limits
+        self._most = limits.max_stream
         self._min_payload = min_payload
         self._members = 0
         self._skip = 0  # bytes of payload and padding before the next header
@@ -175,8 +176,8 @@ class TarScanner:
     def feed(self, data: bytes | bytearray | memoryview) -> None:
         """Take the next bytes of the stream; pieces of 64 KiB and more cost least. Raises :class:`FormatError`."""
         size, start, position = len(data), self.offset, 0
-        if start + size > self._limits.max_stream:
-            raise LimitError(f"the tar stream is longer than {self._limits.max_stream} bytes", member=show(self._name))
+        if start + size > self._most:
+            raise LimitError(f"the tar stream is longer than {self._most} bytes", member=show(self._name))
         skip = self._skip
         while position < size:
             if skip:
@@ -270,6 +271,8 @@ class TarScanner:
         if typeflag == 0x30 and not self._pending:
             self._count(name)
             if size:
+                if size > self._most:
+                    raise self._too_long(name, size)
                 member = Member(name, FILE, *owner, *mtime, size, b"", 0, None, end, None)
                 if size >= self._min_payload:
                     self.payloads.append((end, size))
@@ -417,6 +420,8 @@ class TarScanner:
                 f"tar member type {chr(typeflag)!r} is none that a container runtime unpacks", member=show(header.name)
             )
         self._count(header.name)
+        if stored > self._most:
+            raise self._too_long(header.name, stored)
         self._header, self._stored, self._map = header, stored, []
         if stored and stored >= self._min_payload:
             self.payloads.append((end, stored))
@@ -434,6 +439,10 @@ class TarScanner:
         self._padding = -stored % BLOCK_SIZE
         self._emit(end if stored else NO_DATA, None)
         return stored + self._padding
+
+    def _too_long(self, name: bytes, size: int) -> LimitError:
+        """Said at the header: what a consumer does for a payload may depend on its stated length."""
+        return LimitError(f"a member of {size} bytes; a tar stream may have {self._most}", member=show(name))
 
     def _emit(self, offset: int, sparse: tuple[tuple[int, int, int], ...] | None) -> None:
         header = self._header

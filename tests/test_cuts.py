@@ -87,3 +87,10 @@ def test_a_long_run_without_payload_is_cut_while_it_lasts() -> None:
 def test_targets(target: int) -> None:
     with pytest.raises(ValueError, match="multiple"):
         Cutter(target)
+
+
+def test_a_claimed_length_costs_nothing() -> None:
+    """A header may claim any length: boundaries are made for bytes that have come, not for those that are promised."""
+    cutter = Cutter(TARGET)
+    assert cutter.payload(512, 1 << 62) == [512]
+    assert cutter.known(512 + 3 * TARGET) == [512 + TARGET, 512 + 2 * TARGET, 512 + 3 * TARGET]

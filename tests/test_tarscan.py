@@ -680,3 +680,13 @@ def test_what_dpkg_writes(source: Path, tmp_path: Path) -> None:
     found = names[b"./usr/share/x/file"]
     assert stream[found.offset : found.offset + found.size] == b"data"
     assert names[b"./usr/share/x/link"].link == b"file"
+
+
+@pytest.mark.parametrize("typeflag", [b"0", b"\0", b"7", b"S"])
+@pytest.mark.parametrize("size", [(1 << 40) + 1, (1 << 63) - 1])
+def test_a_length_beyond_the_limit_is_refused_at_the_header(typeflag: bytes, size: int) -> None:
+    """No consumer may plan for a payload that cannot be: before this, one header cost all memory there was."""
+    scanner = TarScanner(lambda member: None)
+    with pytest.raises(LimitError, match="liar"):
+        scanner.feed(rawtar.header(b"liar", typeflag, size=rawtar.base256(size, 12), magic=GNU))
+    assert scanner.payloads == []

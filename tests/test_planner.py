@@ -155,7 +155,7 @@ def test_the_next_two_frames_come_with_one_that_small_files_share() -> None:
 
 
 def test_a_file_of_a_few_frames_is_fetched_whole() -> None:
-    reader = Reader([100 << 10] * 100, [(20, 26), (40, 90)])
+    reader = Reader([100 << 10] * 100, [(20, 26), (40, 90)], whole_max=1 << 20)
     assert reader.read(22) == [20, 21, 23, 24, 25, 26, 27]
     assert reader.read(60) == []  # a large one
 
@@ -180,7 +180,7 @@ def test_layers_share_a_budget() -> None:
 
 
 def test_guesses_stop_at_a_large_file() -> None:
-    reader = Reader([50_000] * 100, [(50, 90)])
+    reader = Reader([50_000] * 100, [(50, 90)], whole_max=1 << 20)
     for frame in range(50):
         reader.read(frame)
     assert not any(reader.states[50:])

@@ -49,7 +49,7 @@ class BlobfsConfig:
     """How long a reader waits for sources that do not answer before it gets EIO."""
     window_max: int = 8 << 20
     """Compressed bytes fetched ahead of a reader that goes forward through a large file."""
-    neighbours: float = 0.1
+    neighbours: float = 0.25
     """Small files: compressed bytes fetched on a guess and not used yet, as a share of those demanded."""
     read_ahead_kb: int = 0
     """Read-ahead of the mount's backing device in KiB; 0 leaves the kernel's own (128)."""

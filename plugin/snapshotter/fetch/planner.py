@@ -109,7 +109,7 @@ class Budget:
     So bytes fetched stay below (1 + waste) times those needed, and ``floor``. Bytes are compressed ones.
     """
 
-    waste: float = 0.1
+    waste: float = 0.25
     floor: int = 1 << 20
     demanded: int = 0
     """Bytes of the frames that readers have asked for."""
@@ -147,7 +147,7 @@ class ReadAhead:
         window_min: int = 256 << 10,
         window_max: int = 8 << 20,
         block_max: int = 64,
-        whole_max: int = 1 << 20,
+        whole_max: int = 4 << 20,
         budget: Budget | None = None,
     ) -> None:
         self.extents = Extents.none()

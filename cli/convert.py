@@ -108,7 +108,7 @@ def _show(result: ConvertResult) -> None:
     many = len(result.manifests) > 1
     rows = [
         (
-            *((row.platform or "-",) if many else ()),
+            *((render.escape(row.platform) or "-",) if many else ()),
             str(row.index),
             render.short(row.old.digest),
             render.size(row.old.size),
@@ -123,8 +123,9 @@ def _show(result: ConvertResult) -> None:
     render.table([*(["platform"] if many else []), *head], rows, right=[first, first + 2, first + 3, first + 5])
     for manifest in result.manifests:
         if manifest.reason:
-            click.echo(f"{manifest.platform or manifest.old.digest}: copied as it is: {manifest.reason}")
-    click.echo(f"{result.destination}@{result.descriptor.digest} in {render.seconds(result.seconds)}")
+            about = manifest.platform or manifest.old.digest
+            click.echo(render.plain(f"{about}: copied as it is: {manifest.reason}"))
+    click.echo(f"{render.plain(result.destination)}@{result.descriptor.digest} in {render.seconds(result.seconds)}")
     if not result.lazy:
         click.echo("Not every layer is lazy: containerd fetches those that are not, and all above them.")
 

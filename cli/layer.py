@@ -71,7 +71,8 @@ def convert(source: str, out: str, as_json: bool) -> None:
     if as_json:
         render.print_json(_encoded(made))
         return
-    click.echo(f"{out}: {render.size(made.blob_size)} ({made.blob_size / max(made.stream_size, 1):.0%} of the tar)")
+    share = f"{made.blob_size / max(made.stream_size, 1):.0%} of the tar"
+    click.echo(f"{render.plain(out)}: {render.size(made.blob_size)} ({share})")
     click.echo(f"  digest {made.blob_digest}\n  diffID {made.diff_id}")
 
 
@@ -213,7 +214,8 @@ def verify(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool)
         render.print_json(results)
         return
     for row in results:
-        click.echo(f"{row['name']}: good; {row['entries']} entries, {row['frames']} frames, {render.size(row['size'])}")
+        holds = f"{row['entries']} entries, {row['frames']} frames, {render.size(row['size'])}"
+        click.echo(f"{render.plain(row['name'])}: good; {holds}")
         if not row["trusted"]:
             click.echo("  measured against itself only: no manifest says what it should be")
 

@@ -16,6 +16,7 @@ import click
 
 from weenv import __version__
 from weenv.core.errors import WeenvError
+from weenv.core.log import printable
 
 
 class LazyGroup(click.Group):
@@ -116,11 +117,12 @@ def _explain(error: BaseException) -> str:
         text = " ".join(error.message.split()) or type(error).__name__
         if not error.message and str(error):
             text = str(error)
-        return f"weenv: {text}" + (f"\n  {error.hint}" if error.hint else "")
+        lines = [f"weenv: {text}", *(f"  {line.strip()}" for line in error.hint.splitlines())]
+        return "\n".join(map(printable, lines))
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return f"weenv: {where}{error.strerror or error}"
-    return f"weenv: internal error: {type(error).__name__}: {error} (run again with --debug and report it)"
+        return printable(f"weenv: {where}{error.strerror or error}")
+    return printable(f"weenv: internal error: {type(error).__name__}: {error} (run again with --debug and report it)")
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from weenv.core.log import printable
+
 
 def size(count: float) -> str:
     """Bytes with a binary unit, three significant digits: ``1.50 MiB``."""
@@ -48,7 +50,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str =
 
 def plain(text: str) -> str:
     """Text without control characters: names come from registries, and must not drive the terminal."""
-    return "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+    return printable(text)
 
 
 def escape(text: str) -> str:

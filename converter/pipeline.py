@@ -13,7 +13,7 @@ from typing import BinaryIO
 
 from weenv.converter.decompress import ReadAhead, TarStream
 from weenv.converter.options import ConvertOptions
-from weenv.core.atomic import sync_directory
+from weenv.core.atomic import check_replaceable, sync_directory
 from weenv.core.errors import NotFoundInSource, SourceError, StorageError
 from weenv.layer.encode import EncodedLayer, encode_layer
 
@@ -92,6 +92,10 @@ def convert_layer_file(
     """
     options = options or ConvertOptions()
     directory = os.path.dirname(out_path) or "."
+    try:
+        check_replaceable(out_path)
+    except OSError as error:
+        raise StorageError(f"{out_path} {error.strerror}", errno=error.errno or 0) from error
     temporary = os.path.join(directory, f".{os.path.basename(out_path)}.{secrets.token_hex(4)}.tmp")
     with contextlib.ExitStack() as stack:
         if in_path == "-":

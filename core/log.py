@@ -14,6 +14,11 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
     return {key: value for key, value in record.__dict__.items() if key not in _STANDARD}
 
 
+def printable(text: str) -> str:
+    """``text`` without control characters: names come from registries, and must not drive a terminal or fake a line."""
+    return text if text.isprintable() else "".join(c if c.isprintable() else f"\\x{ord(c):02x}" for c in text)
+
+
 class TextFormatter(logging.Formatter):
     """``2026-11-29T16:44:07Z WARNING weenv.x: message key=value``."""
 
@@ -23,9 +28,10 @@ class TextFormatter(logging.Formatter):
         for key, value in _fields(record).items():
             text = str(value)
             line += f" {key}={json.dumps(text) if not text or any(c in text for c in ' =' + chr(34)) else text}"
+        line = printable(line.replace("\n", "\\n").replace("\r", "\\r"))
         if record.exc_info and record.levelno <= logging.DEBUG:
-            line += "\n" + self.formatException(record.exc_info)
-        return line.replace("\r", "\\r") if record.exc_info else line.replace("\n", "\\n").replace("\r", "\\r")
+            line += "\n" + "\n".join(map(printable, self.formatException(record.exc_info).split("\n")))
+        return line
 
 
 class JsonFormatter(logging.Formatter):

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tarfile
+from pathlib import Path
 
 import click
 import pytest
@@ -29,7 +30,7 @@ def run(*argv: str) -> int:
 def tar_bytes() -> bytes:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as archive:
-        for name, data in (("etc/hello", b"hello\n"), ("big", os.urandom(300_000))):
+        for name, data in (("etc/hello", b"hello\n"), ("big", os.urandom(900_000))):
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
@@ -107,7 +108,7 @@ def test_inspect_and_verify_agree_with_the_tar(layer: str, capsys: Captured) -> 
     assert run("layer", "inspect", layer, "--json", "--entries") == 0
     seen = json.loads(capsys.readouterr().out)
     assert {entry["path"]: entry["size"] for entry in seen["entries"] if entry["kind"] == "file"} == {
-        "/big": 300_000,
+        "/big": 900_000,
         "/etc/hello": 6,
     }
     assert seen["counts"]["directory"] == 2
@@ -132,6 +133,28 @@ def test_verify_finds_one_changed_byte(layer: str, capsys: Captured) -> None:
 def test_names_from_a_registry_cannot_drive_the_terminal() -> None:
     assert "\x1b" not in render.escape("a\x1b[2Jb")
     assert render.escape("[red]x") == "\\[red]x"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [FormatError("b\x1b[2Jad\nx", hint="do\x1b[2J\nthis"), OSError(2, "no", "a\x1b[2J\n"), KeyError("\x1b\n")],
+)
+def test_errors_cannot_drive_the_terminal(error: Exception, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_args: object, **_more: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "main", fail)
+    assert run("doctor") == 1
+    said = capsys.readouterr().err
+    assert "\x1b" not in said
+    assert all(line.startswith(("weenv: ", "  ")) for line in said.splitlines())
+
+
+def test_names_that_a_user_typed_are_shown_harmless(layer: str, tmp_path: Path, capsys: Captured) -> None:
+    name = tmp_path / "a\x1b[2J\nb"
+    os.link(layer, name)
+    assert run("layer", "verify", str(name)) == 0
+    assert "\x1b" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import io
 import json
 import os
 import random
+import stat
 import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -504,6 +505,13 @@ def test_layer_file_failures_leave_the_old_output(tmp_path: Path) -> None:
         convert_layer_file(str(tmp_path / "in"), str(tmp_path))
     assert (tmp_path / "out").read_bytes() == b"before"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to("pipe")  # as /dev/stdout is one
+    for special in ("pipe", "link"):  # a rename would take /dev/null away from the whole machine
+        with pytest.raises(StorageError, match="no regular file"):
+            convert_layer_file(str(tmp_path / "in"), str(tmp_path / special))
+    assert stat.S_ISFIFO((tmp_path / "pipe").stat().st_mode)
+    assert (tmp_path / "link").is_symlink()
 
 
 def test_results_say_what_is_lazy() -> None:

@@ -158,6 +158,8 @@ def test_logs_are_one_line_and_carry_fields() -> None:
     assert "\n" not in line
     assert line.endswith('WARNING weenv.x: not\\nlazy reason="no annotation"')
     assert json.loads(JsonFormatter().format(record))["reason"] == "no annotation"
+    record.key = "\x1b[2J\x9b1m\u2028ERROR"
+    assert TextFormatter().format(record).isprintable()
 
 
 def test_format_error_names_the_member() -> None:

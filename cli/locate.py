@@ -74,8 +74,12 @@ def _from_layout(client: RegistryClient, location: LayoutLocation, platform: str
 def _images(layout: Layout) -> Iterator[tuple[Descriptor, Manifest]]:
     """Every image manifest that a layout's index leads to."""
     todo = list(layout.index().manifests)
+    seen: set[str] = set()
     while todo:
         descriptor = todo.pop()
+        if descriptor.digest in seen:
+            continue
+        seen.add(descriptor.digest)
         try:
             parsed = parse_manifest(layout.read_blob(descriptor), descriptor.media_type)
         except (FormatError, NotFoundInSource):

@@ -155,6 +155,7 @@ class _Conversion:
         self._memory = Memory(options.cache_dir, options.target, options.level)
         self._layers: _Once[_Outcome] = _Once()
         self._copies: _Once[None] = _Once()
+        self._children: _Once[Descriptor] = _Once()
         self._encoding = asyncio.Semaphore(options.jobs)
         # Spooled layers take disk: fetch at most one ahead of the encoders.
         self._spooled = asyncio.Semaphore(options.jobs + 1)
@@ -163,6 +164,7 @@ class _Conversion:
 
     async def close(self) -> None:
         """End what is under way."""
+        await self._children.close()
         await self._layers.close()
         await self._copies.close()
 
@@ -179,11 +181,16 @@ class _Conversion:
         if depth >= MAX_INDEX_DEPTH:
             raise FormatError(f"indexes nested more than {MAX_INDEX_DEPTH} deep", member=old.digest)
 
-        async def child(descriptor: Descriptor) -> Descriptor:
+        async def convert(descriptor: Descriptor) -> Descriptor:
             data = await self._source.manifest(descriptor)
             new, body = await self.document(data, descriptor, depth + 1, descriptor.platform_name)
             await self._destination.put_manifest(body, new)
             return new
+
+        async def child(descriptor: Descriptor) -> Descriptor:
+            # Once each: indexes that list one another many times are exponential work otherwise.
+            key = f"{descriptor.digest} {descriptor.platform_name}"
+            return (await self._children.do(key, lambda: convert(descriptor)))[0]
 
         children = await gather_all(*(child(descriptor) for descriptor in index.manifests))
         changed = {

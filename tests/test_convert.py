@@ -412,6 +412,18 @@ async def test_index_that_never_ends(rig: Rig) -> None:
         await rig.convert()
 
 
+async def test_indexes_that_list_one_another_many_times(rig: Rig) -> None:
+    """Each document is converted once, though there are 12 ** 3 ways to it."""
+    inner = rig.source.image([rig.source.layer(TARS[0])])
+    for _ in range(3):
+        inner = rig.source.index([inner] * 12, "v1")
+    result = await rig.convert()
+    assert len(result.manifests) == 1
+    top = load(rig.out, rig.out.resolve("v1"))
+    assert isinstance(top, Index)
+    assert len(top.manifests) == 12
+
+
 async def test_destination_cannot_be_a_digest(rig: Rig) -> None:
     rig.source.image([rig.source.layer(TARS[0])], "v1")
     for bad in (f"oci:{rig.path}/d@sha256:{'0' * 64}", f"r.example/a@sha256:{'0' * 64}"):

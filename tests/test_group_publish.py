@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulator.pushable import PushableRegistry
@@ -30,7 +31,7 @@ from weenv.registry.groupref.publish import (
 )
 from weenv.registry.groupref.resolve import Resolver
 from weenv.registry.layout import Layout
-from weenv.registry.manifest import OCI_INDEX
+from weenv.registry.manifest import OCI_INDEX, Descriptor
 from weenv.registry.reference import parse_location, parse_reference
 
 QUICK = RegistryConfig(attempts=1, deadline=5.0, retry_delay=0.01)
@@ -107,6 +108,28 @@ async def test_an_index_is_copied_whole(tmp_path: Path) -> None:
         assert result.count(COPIED)[0] == 5, "what both list is moved once"
         await move(client, f"{sim.host}/a:multi", f"oci:{tmp_path}/back:multi")
         assert Layout(str(tmp_path / "back")).resolve("multi").digest == index.digest
+
+
+async def test_indexes_that_list_one_another_many_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each document is moved once, though there are 40 ** 2 ways to it."""
+    inner = (await group(tmp_path, "1", a="x")).descriptor
+    layout = Layout(str(tmp_path / "l"))
+    for _ in range(2):
+        body = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": [inner.to_json()] * 40}
+        inner = layout.put(json.dumps(body).encode(), OCI_INDEX)
+    layout.set_tag(inner, "bomb")
+    puts: list[str] = []
+    whole = Layout.put
+
+    def counted(self: Layout, data: bytes, media_type: str, *args: Any, **more: Any) -> Descriptor:
+        puts.append(media_type)
+        return whole(self, data, media_type, *args, **more)
+
+    monkeypatch.setattr(Layout, "put", counted)
+    async with RegistryClient(QUICK) as client:
+        await move(client, f"oci:{tmp_path}/l:bomb", f"oci:{tmp_path}/m:bomb")
+    assert Layout(str(tmp_path / "m")).resolve("bomb").digest == inner.digest
+    assert len(puts) == 3
 
 
 async def test_damaged_blobs_are_not_spread(tmp_path: Path) -> None:

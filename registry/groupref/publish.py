@@ -116,6 +116,7 @@ class _Copy:
         self._slots = asyncio.Semaphore(at_once)
         self._progress = progress
         self._begun: set[str] = set()
+        self._listed: set[str] = set()
         self.done: dict[str, CopiedBlob] = {}
 
     async def document(self, data: bytes, descriptor: Descriptor, depth: int) -> Descriptor:
@@ -125,6 +126,9 @@ class _Copy:
             if depth >= _DEPTH:
                 raise FormatError("indexes within indexes within indexes", member=descriptor.digest)
             for child in parsed.manifests:
+                if child.digest in self._listed:  # again: indexes of indexes are exponential work otherwise
+                    continue
+                self._listed.add(child.digest)
                 body = await self._source.manifest(child)
                 await self._destination.put_manifest(body, await self.document(body, child, depth + 1))
         else:

@@ -9,6 +9,7 @@ import json
 import mmap
 import os
 import random
+import select
 import signal
 import socket
 import subprocess
@@ -71,11 +72,11 @@ class Blobfs:
         layer.install(self.path, Origin("file", path=origin))
         return f"{self.config.mountpoint}/{layer.name}"
 
-    def start(self) -> None:
-        """Start a server and wait until it answers."""
+    def start(self, stderr: int = 0) -> None:
+        """Start a server and wait until it answers. ``stderr`` is a descriptor that its log goes to, instead of a file."""
         with open(f"{self.path}/log", "ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", CODE, json.dumps(self.table)], stdout=subprocess.PIPE, stderr=log, text=True
+                [sys.executable, "-c", CODE, json.dumps(self.table)], stdout=subprocess.PIPE, stderr=stderr or log, text=True
             )
         assert self.process.stdout is not None
         assert self.process.stdout.readline() == "ready\n", self.log()
@@ -483,6 +484,32 @@ def test_a_full_disk_serves_without_a_cache_and_recovers(home: str) -> None:
     finally:
         unmount(path, MNT_DETACH)
         os.unlink(blob)
+
+
+def test_a_log_that_nobody_reads_does_not_stop_the_serving(blobfs: Blobfs) -> None:
+    blob = bytearray(LARGE.blob)
+    for frame in range(len(LARGE.frames)):
+        blob[int(LARGE.frames.compressed_offsets[frame]) + 9] ^= 0xFF
+    blobfs.end()
+    reading, writing = os.pipe()
+    try:
+        blobfs.start(writing)
+        path = blobfs.add(LARGE, bytes(blob))
+        with open(path, "rb", buffering=0) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for frame in range(1, len(LARGE.frames) - 1):
+                with pytest.raises(OSError):
+                    os.pread(file.fileno(), 4096, int(LARGE.frames.content_offsets[frame]) + 8192)
+        poll = select.poll()
+        poll.register(writing, select.POLLOUT)
+        assert not poll.poll(0)  # the pipe is full: whoever writes to it hangs
+        assert read(blobfs.add(SMALL)) == SMALL.stream
+        assert blobfs.status()["errors"]["digest"] >= len(LARGE.frames) - 2
+        assert blobfs.end() == 0
+        blobfs.start()
+    finally:
+        os.close(reading)
+        os.close(writing)
 
 
 def test_a_source_that_cannot_be_reached_is_eio_after_the_deadline(home: str) -> None:

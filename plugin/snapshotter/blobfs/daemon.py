@@ -6,15 +6,12 @@ import asyncio
 import contextlib
 import errno
 import logging
-import logging.handlers
 import os
-import queue
 import resource
 import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
@@ -24,6 +21,7 @@ from weenv.layer.toc import Frames
 from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
+from weenv.plugin.snapshotter.blobfs.detachedlog import detached_log
 from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
 from weenv.plugin.snapshotter.blobfs.metrics import Report
 from weenv.plugin.snapshotter.blobfs.server import Server, resend
@@ -94,36 +92,6 @@ def _alive(path: str) -> bool:
     except OSError as error:
         return error.errno != errno.ENOTCONN
     return True
-
-
-class _Droppable(logging.handlers.QueueHandler):
-    """Hands log records to a thread of their own; when that one hangs (a full disk, a blocked pipe), drops them.
-
-    Serving must go on while the log cannot be written, above all when the log's file lies on the disk that is full.
-    """
-
-    def enqueue(self, record: logging.LogRecord) -> None:
-        """Queue ``record``, or drop it."""
-        with contextlib.suppress(queue.Full):
-            self.queue.put_nowait(record)
-
-
-@contextlib.contextmanager
-def detached_log() -> Any:
-    """Within the block, no thread ever waits for the log to be written."""
-    root = logging.getLogger()
-    handlers = root.handlers[:]
-    listener = logging.handlers.QueueListener(queue.Queue(10_000), *handlers)
-    listener.start()
-    root.handlers[:] = [_Droppable(listener.queue)]
-    try:
-        yield
-    finally:
-        root.handlers[:] = handlers
-        # A hanging log must not keep the process from ending either: ask the thread to end, and wait for a moment only.
-        listener.enqueue_sentinel()
-        if listener._thread is not None:
-            listener._thread.join(1.0)
 
 
 class Daemon:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from weenv.core.errors import InvalidRequest
 from weenv.plugin.containerd.types import Kind, SnapshotInfo
+from weenv.plugin.snapshotter import filters
 from weenv.plugin.snapshotter.filters import MAX_FILTER, Selector, compile_filters, parse
 
 INFO = SnapshotInfo(
@@ -18,6 +21,12 @@ INFO = SnapshotInfo(
     0,
     {"containerd.io/snapshot.ref": "sha256:aa", "plain": "x y", "a.b.c": "dotted", "empty": ""},
 )
+
+
+async def matches(text: str, info: SnapshotInfo = INFO) -> bool:
+    found = compile_filters([text])
+    await found.decide([info])
+    return found(info)
 
 
 @pytest.mark.parametrize(
@@ -47,8 +56,8 @@ INFO = SnapshotInfo(
         "name == sha256:aa , kind == committed",
     ],
 )
-def test_matches(text: str) -> None:
-    assert compile_filters([text])(INFO)
+async def test_matches(text: str) -> None:
+    assert await matches(text)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +76,8 @@ def test_matches(text: str) -> None:
         "name~=^a",
     ],
 )
-def test_does_not_match(text: str) -> None:
-    assert not compile_filters([text])(INFO)
+async def test_does_not_match(text: str) -> None:
+    assert not await matches(text)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +135,29 @@ def test_any_text_is_parsed_or_refused(text: str) -> None:
         matches = compile_filters([text])
     except InvalidRequest:
         return
-    assert matches(INFO) in (True, False)
+    if not any(s.operator == "~=" for selectors in matches.alternatives for s in selectors):
+        assert matches(INFO) in (True, False)
+
+
+async def test_a_regular_expression_that_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused, and the loop runs on meanwhile: Python's own matcher would hold the whole process."""
+    monkeypatch.setattr(filters, "REGEX_SECONDS", 1)
+    found = compile_filters(["name~=(a+)+$"])
+    ticks = 0
+
+    async def tick() -> None:
+        nonlocal ticks
+        while True:
+            await asyncio.sleep(0.01)
+            ticks += 1
+
+    ticking = asyncio.create_task(tick())
+    with pytest.raises(InvalidRequest, match="too long"):
+        await found.decide([SnapshotInfo("a" * 100 + "!", "", Kind.ACTIVE, 0, 0, {})])
+    ticking.cancel()
+    assert ticks > 20
+    await found.decide([INFO])
+    assert found(INFO), "what comes after is served"
 
 
 _names = st.text(st.characters(codec="ascii", categories=("L", "N")), min_size=1, max_size=8)

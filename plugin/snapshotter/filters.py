@@ -5,13 +5,19 @@ A filter is ``selector ("," selector)*``; all selectors have to match, and of se
 ``labels.foo`` (present). Field paths are names or quoted strings joined by dots; a value is a quoted string or runs to
 the next comma or white space. Quotes are ``"``; a regular expression may also stand between ``/`` or ``|``. The grammar
 is the one of containerd's ``pkg/filters/parser.go`` (v2.1.9); the regular expressions are Python's, bounded in length.
+
+Go's regular expressions take linear time, Python's may take for ever, and nothing else runs in the process meanwhile. So
+:meth:`Filter.decide` has them matched by a short-lived process that a timer ends.
 """
 
 from __future__ import annotations
 
+import asyncio
+import json
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 from weenv.core.errors import InvalidRequest
 from weenv.plugin.containerd.types import Kind, SnapshotInfo
@@ -20,6 +26,16 @@ MAX_FILTER = 16 << 10
 """Characters in one filter; labels end at 4096."""
 MAX_FILTERS = 64
 MAX_PATTERN = 1024
+
+REGEX_SECONDS = 3
+"""How long the regular expressions of one request may take for a page of snapshots."""
+
+_MATCH = """import signal
+signal.alarm({seconds})
+import json, re, sys
+json.dump([re.search(pattern, text) is not None for pattern, text in json.load(sys.stdin)], sys.stdout)
+"""
+"""Source of the process that matches; an alarm ends it even within a match, and even if nobody waits for it any more."""
 
 _FIELD = re.compile(r"[A-Za-z0-9_]+")
 _VALUE = re.compile(r"[^\s,]+")
@@ -39,8 +55,11 @@ class Selector:
     operator: str = ""
     value: str = ""
 
-    def matcher(self) -> Callable[[SnapshotInfo], bool]:
-        """A predicate. Raises :class:`InvalidRequest` for a broken regular expression."""
+    def matcher(self, decided: dict[tuple[str, str], bool]) -> Callable[[SnapshotInfo], bool]:
+        """A predicate. ``decided`` holds what (regular expression, text) gives, as :meth:`Filter.decide` fills it in.
+
+        Raises :class:`InvalidRequest` for a broken regular expression.
+        """
         path, value = self.path, self.value
         if self.operator == "":
             return lambda info: _field(info, path)[1]
@@ -51,10 +70,10 @@ class Selector:
         if len(value) > MAX_PATTERN:
             raise InvalidRequest(f"filter: regular expression longer than {MAX_PATTERN} characters")
         try:
-            pattern = re.compile(value)
+            re.compile(value)
         except (re.error, OverflowError, RecursionError) as error:
             raise InvalidRequest(f"filter: regular expression {value!r} cannot be used: {error}") from error
-        return lambda info: pattern.search(_field(info, path)[0]) is not None
+        return lambda info: decided[value, _field(info, path)[0]]
 
 
 def _field(info: SnapshotInfo, path: Sequence[str]) -> tuple[str, bool]:
@@ -177,13 +196,33 @@ def parse(text: str) -> list[Selector]:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Compiled filters; ``alternatives`` are the parsed ones, for callers that can use an index."""
+    """Compiled filters; ``alternatives`` are the parsed ones, for callers that can use an index.
+
+    :meth:`decide` must have seen what is then asked about.
+    """
 
     alternatives: list[list[Selector]]
     _tests: list[list[Callable[[SnapshotInfo], bool]]]
+    _decided: dict[tuple[str, str], bool] = field(default_factory=dict)
 
     def __call__(self, info: SnapshotInfo) -> bool:
         return not self._tests or any(all(test(info) for test in tests) for tests in self._tests)
+
+    async def decide(self, infos: Iterable[SnapshotInfo]) -> None:
+        """Match the regular expressions, if there are any. Raises :class:`InvalidRequest` where they take too long."""
+        wanted = [s for selectors in self.alternatives for s in selectors if s.operator == "~="]
+        pairs = list({(s.value, _field(info, s.path)[0]) for s in wanted for info in infos})
+        if not pairs:
+            return
+        child = await asyncio.create_subprocess_exec(
+            sys.executable, "-I", "-S", "-c", _MATCH.format(seconds=REGEX_SECONDS),
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.DEVNULL,
+        )  # fmt: skip
+        out, _ = await child.communicate(json.dumps(pairs).encode())
+        if child.returncode:
+            raise InvalidRequest("filter: the regular expressions take too long")
+        self._decided.clear()
+        self._decided.update(zip(pairs, json.loads(out), strict=True))
 
     def required(self, path: tuple[str, ...]) -> str | None:
         """The value that ``path`` must be equal to in whatever matches, or None where there is no single one."""
@@ -200,4 +239,6 @@ def compile_filters(texts: Sequence[str]) -> Filter:
     if len(texts) > MAX_FILTERS:
         raise InvalidRequest(f"more than {MAX_FILTERS} filters")
     alternatives = [parse(text) for text in texts]
-    return Filter(alternatives, [[selector.matcher() for selector in selectors] for selectors in alternatives])
+    decided: dict[tuple[str, str], bool] = {}
+    tests = [[selector.matcher(decided) for selector in selectors] for selectors in alternatives]
+    return Filter(alternatives, tests, decided)

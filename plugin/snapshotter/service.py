@@ -367,7 +367,9 @@ class Snapshotter:
         else:
             pages = self.store.walk()
         for page in pages:
-            infos = [info for info in (snapshot.info() for snapshot in page) if matches(info)]
+            infos = [snapshot.info() for snapshot in page]
+            await matches.decide(infos)
+            infos = [info for info in infos if matches(info)]
             for start in range(0, len(infos), 100):
                 yield infos[start : start + 100]
 

@@ -137,9 +137,9 @@ async def test_files_are_made_and_replaced(tmp_path: Path) -> None:
         "/usr/bin/more": Seen(FILE, 0o640, 0, 0, 301, b"2"),
         "/testbed/link": Seen(FILE, 0o640, 7, 8, 301, b"3"),
         "/usr/bin/tool": Seen(FILE, 0o640, 0, 0, 301, b"4"),
-        "/opt": Seen(DIRECTORY, 0o755, 1000, 1001, 301, b""),
-        "/opt/x": Seen(FILE, 0o644, 1000, 1001, 301, b"5"),
-        "/testbed/a.py": Seen(FILE, 0o664, 7, 8, 301, b"6"),
+        "/opt": Seen(DIRECTORY, 0o755, 1000, 1001, 303, b""),
+        "/opt/x": Seen(FILE, 0o644, 1000, 1001, 303, b"5"),
+        "/testbed/a.py": Seen(FILE, 0o664, 7, 8, 305, b"6"),
     }
 
 
@@ -184,8 +184,8 @@ async def test_modes_and_symlinks(tmp_path: Path) -> None:
         "/testbed/a.py": Seen(FILE, 0o600, 7, 8, 100, b"one\ntwo\nthree\n"),
         "/testbed/pkg": Seen(DIRECTORY, 0o700, 0, 0, 0, b""),
         "/dev/null": Seen(CHAR, 0o600, 0, 0, 0, b""),
-        "/testbed/away": Seen(SYMLINK, 0o777, 7, 8, 301, b"pkg"),
-        "/testbed/pkg/l": Seen(SYMLINK, 0o777, 0, 0, 301, b"../../../.."),
+        "/testbed/away": Seen(SYMLINK, 0o777, 7, 8, 303, b"pkg"),
+        "/testbed/pkg/l": Seen(SYMLINK, 0o777, 0, 0, 303, b"../../../.."),
     }, "the tool has that mode already"
 
 

@@ -232,8 +232,6 @@ class Changes:
             raise PathError("names that begin with '.wh.' mean something else in a layer", member=text(path))
 
     def _after(self, node: Node) -> int:
-        if node.source is None:
-            return node.mtime  # new already
         return self.stamp if node.mtime != self.stamp else self.stamp + 1
 
     # -- the layer

@@ -12,15 +12,17 @@ import base64
 import hashlib
 import io
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from weenv.core.errors import FormatError, LimitError, SourceError
 from weenv.environment.model import Mutation
 from weenv.environment.mutate import patch as patches
 from weenv.environment.mutate.changes import Changes, Node
+from weenv.environment.mutate.gitcheckout import checkout
+from weenv.environment.mutate.gitrepo import Read
 from weenv.environment.mutate.patch import Content, FilePatch
-from weenv.environment.mutate.view import Inode, Path, PathError, text
+from weenv.environment.mutate.view import Path, PathError, text
 from weenv.layer import tarwrite
 from weenv.layer.encode import EncodedLayer, encode_layer
 from weenv.layer.tarscan import Member
@@ -31,11 +33,6 @@ VERSION = 1
 
 MAX_LAYER = 1 << 30
 """Bytes of one mutation's layer, uncompressed."""
-
-Read = Callable[[Inode], Awaitable[bytes]]
-"""Gives the bytes of a FILE of the view."""
-
-GitCheckout = Callable[[Changes, Path, str, Read], Awaitable[None]]
 
 
 class MutationError(FormatError):
@@ -77,23 +74,25 @@ def canonical(mutations: Sequence[Mutation]) -> bytes:
     return json.dumps([VERSION, rows], sort_keys=True, separators=(",", ":")).encode()
 
 
-async def apply_mutations(mutations: Sequence[Mutation], changes: Changes, read: Read, git: GitCheckout) -> None:
+async def apply_mutations(mutations: Sequence[Mutation], changes: Changes, read: Read) -> None:
     """Make all mutations, in order. Raises MutationError naming the one at fault, SourceError."""
     for number, mutation in enumerate(mutations):
         try:
-            await _apply(mutation, changes, read, git)
+            await _apply(mutation, changes, read)
         except FormatError as error:
             raise MutationError(str(error), member=_name(number, mutation), hint=error.hint) from error
         except SourceError as error:
             error.args = (f"{_name(number, mutation)}: {error.message}",)
             raise
+        # Each is later than what went before, the git index that a checkout wrote included.
+        changes.stamp += 2
 
 
 def _name(number: int, mutation: Mutation) -> str:
     return f"mutations[{number}]" + (f" (line {mutation.line})" if mutation.line else "")
 
 
-async def _apply(mutation: Mutation, changes: Changes, read: Read, git: GitCheckout) -> None:
+async def _apply(mutation: Mutation, changes: Changes, read: Read) -> None:
     owner = mutation.owner
     if mutation.patch:
         await _patch(mutation, changes, read)
@@ -112,7 +111,7 @@ async def _apply(mutation: Mutation, changes: Changes, read: Read, git: GitCheck
         directory, node = changes.resolve(mutation.directory)
         if node is None or node.kind != DIRECTORY:
             raise PathError("is no directory", member=text(directory))
-        await git(changes, directory, mutation.git_commit, read)
+        await checkout(changes, directory, mutation.git_commit, read)
 
 
 def _entry(changes: Changes, name: str) -> Path:
@@ -183,7 +182,7 @@ def _put(changes: Changes, path: Path, content: Content, model: Node | None, mut
     changes.make_directories(path[:-1], owner=mutation.owner)
     there = changes.at(path)
     if there is None or there.kind != FILE:
-        changes.put(path, replace(model, data=content.data, source=None, mtime=changes.stamp, mtime_ns=0))
+        changes.put(path, replace(model, data=content.data, source=None))
     changes.write(path, content.data, mode=mode, owner=(model.uid, model.gid))
 
 

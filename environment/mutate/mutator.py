@@ -65,10 +65,10 @@ class Mutator:
         view = await self.view(layers)
         changes = Changes(view)
 
-        async def read(inode: Inode) -> bytes:
-            return await self.read(view, layers, inode)
+        async def read(inode: Inode, offset: int = 0, length: int | None = None) -> bytes:
+            return await self.read(view, layers, inode, offset, length)
 
-        await kinds.apply_mutations(mutations, changes, read, _no_git)
+        await kinds.apply_mutations(mutations, changes, read)
         await kinds.load(changes, read)
         return await asyncio.to_thread(self._finish, key, changes)
 
@@ -125,7 +125,3 @@ class Mutator:
         for (logical, _, size), part in zip(pieces, parts, strict=True):
             data[logical - offset : logical - offset + size] = part
         return bytes(data)
-
-
-async def _no_git(*_: object) -> None:
-    raise FormatError("git mutations are not there yet")

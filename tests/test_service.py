@@ -37,9 +37,9 @@ async def direct(root: str, layers: LazyLayers | None = None) -> AsyncIterator[D
 
 
 @contextlib.asynccontextmanager
-async def over_socket(root: str, layers: LazyLayers | None = None) -> AsyncIterator[Service]:
+async def over_socket(root: str, layers: LazyLayers | None = None, transport: str = "builtin") -> AsyncIterator[Service]:
     async with direct(root, layers) as service:
-        server = make_server(service.core, Metrics())
+        server = make_server(service.core, Metrics(), transport)
         listen(server, f"{root}/s.sock")
         await server.start()
         try:
@@ -49,7 +49,12 @@ async def over_socket(root: str, layers: LazyLayers | None = None) -> AsyncItera
             await server.stop(None)
 
 
-FACTORIES: list[Callable[..., contextlib.AbstractAsyncContextManager[Service]]] = [direct, over_socket]
+def over_grpcio(root: str) -> contextlib.AbstractAsyncContextManager[Service]:
+    return over_socket(root, transport="grpcio")
+
+
+FACTORIES: list[Callable[..., contextlib.AbstractAsyncContextManager[Service]]] = [direct, over_socket, over_grpcio]
+TRANSPORTS = ("builtin", "grpcio")
 
 
 @pytest.fixture
@@ -355,10 +360,11 @@ def test_the_table_of_transitions_is_closed() -> None:
     assert [before for request, before in TRANSITIONS if request == "Commit"] == [Kind.ACTIVE]
 
 
-async def test_the_socket_is_for_root_alone_and_a_dead_one_is_replaced(root: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_socket_is_for_root_alone_and_a_dead_one_is_replaced(root: str, transport: str) -> None:
     path = f"{root}/s.sock"
     for _ in range(2):
-        async with over_socket(root) as service:
+        async with over_socket(root, transport=transport) as service:
             assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
             assert await service.list() == []
     os.mknod(f"{root}/file", 0o600 | stat.S_IFREG)
@@ -368,8 +374,9 @@ async def test_the_socket_is_for_root_alone_and_a_dead_one_is_replaced(root: str
                 listen(make_server(service.core, Metrics()), bad)
 
 
-async def test_malformed_requests_do_not_bring_the_server_down(root: str) -> None:
-    async with over_socket(root) as service, grpc.aio.insecure_channel(f"unix:{root}/s.sock") as channel:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_malformed_requests_do_not_bring_the_server_down(root: str, transport: str) -> None:
+    async with over_socket(root, transport=transport) as service, grpc.aio.insecure_channel(f"unix:{root}/s.sock") as channel:
         for method in SNAPSHOTS_METHODS:
             if method == "List":
                 continue
@@ -382,8 +389,9 @@ async def test_malformed_requests_do_not_bring_the_server_down(root: str) -> Non
         await service.prepare("a", "")
 
 
-async def test_the_namespace_reaches_the_log(root: str, caplog: pytest.LogCaptureFixture) -> None:
-    async with over_socket(root) as service:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_the_namespace_reaches_the_log(root: str, caplog: pytest.LogCaptureFixture, transport: str) -> None:
+    async with over_socket(root, transport=transport) as service:
         await committed(service, "one", files={"f": "x"})
         os.rename(f"{root}/s", f"{root}/moved")
         with pytest.raises(ContainerdError):

@@ -32,6 +32,8 @@ class SnapshotterConfig:
     """Where containerd connects to; mode 0600."""
     blobs: str = "/run/weenv/blobs"
     """Where ``weenv blobfs serve`` is mounted."""
+    transport: str = "builtin"
+    """``builtin``: our own small gRPC server, a quarter of the CPU per call; ``grpcio``: grpcio's."""
     lazy: bool = True
     """False: an ordinary overlay snapshotter, every image is unpacked."""
     use_source_annotation: bool = True
@@ -70,6 +72,8 @@ class SnapshotterConfig:
         ):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"snapshotter.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+        if self.transport not in ("builtin", "grpcio"):
+            raise ConfigError(f"snapshotter.transport must be builtin or grpcio, not {self.transport!r}")
         for option in self.mount_options:
             if "," in option or option.startswith(("lowerdir", "upperdir", "workdir")):
                 raise ConfigError(f"snapshotter.mount_options cannot hold {option!r}")

@@ -119,7 +119,7 @@ async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None =
             background.spawn(_checkpoints(store), "checkpoint")
             if config.metrics_address:
                 stack.callback(MetricsEndpoint(metrics, config.metrics_address).close)
-            server = make_server(core, metrics)
+            server = make_server(core, metrics, config.transport)
             listen(server, config.socket)
             await server.start()
             stack.push_async_callback(server.stop, _STOP_GRACE)

@@ -1,4 +1,7 @@
-"""snapshots.v1 over grpc.aio: messages in, messages out, errors translated once.
+"""snapshots.v1 over gRPC: messages in, messages out, errors translated once.
+
+Two transports carry the same handlers: grpcio's asynchronous server, and a small one of our own
+(:mod:`weenv.plugin.snapshotter.http2` says why).
 
 The handlers are generic ones over the schema of ``weenv.plugin.containerd.schema``. Errors become statuses by
 :data:`STATUS`, the nearest class in the error tree decides; containerd acts on ALREADY_EXISTS, NOT_FOUND and
@@ -13,8 +16,8 @@ import os
 import sqlite3
 import stat
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 import grpc
 import grpc.aio
@@ -23,6 +26,7 @@ from google.protobuf.message import DecodeError
 from weenv.core import errors
 from weenv.plugin.containerd.schema import EMPTY, SCHEMA, SNAPSHOTS_METHODS, SNAPSHOTS_SERVICE
 from weenv.plugin.containerd.types import NAMESPACE_HEADER, Mount, SnapshotInfo
+from weenv.plugin.snapshotter.http2.server import Http2Server, Refused
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.service import Snapshotter
 
@@ -129,17 +133,21 @@ class Handlers:
             yield SCHEMA["ListSnapshotsResponse"](info=[info.to_proto() for info in block])
 
 
-def _namespace(context: grpc.aio.ServicerContext) -> str:
-    for key, value in context.invocation_metadata() or ():
+def _namespace(metadata: Iterable[tuple[str, Any]]) -> str:
+    for key, value in metadata:
         if key == NAMESPACE_HEADER:
             return value if isinstance(value, str) else value.decode("utf-8", "replace")
     return ""
 
 
-def _report(method: str, error: Exception, context: grpc.aio.ServicerContext, request: Any) -> tuple[grpc.StatusCode, str]:
+def _report(
+    method: str, error: Exception, metadata: Iterable[tuple[str, Any]], request: Any, metrics: Metrics
+) -> tuple[grpc.StatusCode, str]:
+    """Status and text of a failed request; it is counted, and logged where it is more than a refusal."""
     code, text = status_of(error)
+    metrics.request_errors.labels(method=method, code=code.name).inc()
     if not isinstance(error, _EXPECTED):
-        extra = {"method": method, "code": code.name, "namespace": _namespace(context), "key": getattr(request, "key", "")}
+        extra = {"method": method, "code": code.name, "namespace": _namespace(metadata), "key": getattr(request, "key", "")}
         unexpected = not isinstance(error, (errors.WeenvError, OSError, sqlite3.Error))
         log.error("request failed: %s", text, extra=extra, exc_info=error if unexpected else None)
     return code, text
@@ -172,8 +180,7 @@ def _unary(
             request = decode(data)
             return await work(request)
         except Exception as error:  # noqa: BLE001 (the seam: whatever it is becomes a status)
-            code, text = _report(method, error, context, request)
-            metrics.request_errors.labels(method=method, code=code.name).inc()
+            code, text = _report(method, error, context.invocation_metadata() or (), request, metrics)
         finally:
             seconds.observe(time.perf_counter() - begin)
         return await context.abort(code, text)
@@ -192,15 +199,80 @@ def _streaming(
                 yield message
             return
         except Exception as error:  # noqa: BLE001 (the seam: whatever it is becomes a status)
-            code, text = _report(method, error, context, request)
-            metrics.request_errors.labels(method=method, code=code.name).inc()
+            code, text = _report(method, error, context.invocation_metadata() or (), request, metrics)
         await context.abort(code, text)
 
     return handle
 
 
-def make_server(core: Snapshotter, metrics: Metrics) -> grpc.aio.Server:
-    """A gRPC server with the service; nothing is listening yet."""
+def _builtin(
+    method: str, decode: Callable[[bytes], Any], work: Callable[[Any], Any], metrics: Metrics
+) -> Callable[[bytes, Mapping[str, str]], AsyncIterator[bytes]]:
+    """A request as the built-in transport wants it served."""
+    seconds = metrics.request_seconds.labels(method=method)
+    streams = method == "List"
+
+    async def handle(data: bytes, headers: Mapping[str, str]) -> AsyncIterator[bytes]:
+        begin = time.perf_counter()
+        request = None
+        try:
+            request = decode(data)
+            if streams:
+                async for message in work(request):
+                    yield message.SerializeToString()
+            else:
+                answer = await work(request)
+                seconds.observe(time.perf_counter() - begin)
+                yield answer.SerializeToString()
+        except Exception as error:
+            seconds.observe(time.perf_counter() - begin)
+            code, text = _report(method, error, headers.items(), request, metrics)
+            raise Refused(code.value[0], text) from error
+
+    return handle
+
+
+class Server(Protocol):
+    """What serves; both transports."""
+
+    async def start(self) -> None:
+        """Answer requests from now on."""
+
+    async def stop(self, grace: float | None) -> None:
+        """Take no more requests, give those that run ``grace`` seconds."""
+
+
+class BuiltinServer:
+    """The service over :mod:`weenv.plugin.snapshotter.http2`."""
+
+    def __init__(self, core: Snapshotter, metrics: Metrics) -> None:
+        handlers = Handlers(core)
+        table = {
+            f"/{SNAPSHOTS_SERVICE}/{method}": _builtin(method, _decoder(request), getattr(handlers, method.lower()), metrics)
+            for method, (request, _) in SNAPSHOTS_METHODS.items()
+        }
+        self._http = Http2Server(table)
+        self.path = ""
+
+    async def start(self) -> None:
+        """Listen at ``path``."""
+        before = os.umask(0o177)
+        try:
+            await self._http.start(self.path)
+        except OSError as error:
+            raise errors.ConfigError(f"cannot listen on {self.path}: {error.strerror}") from error
+        finally:
+            os.umask(before)
+
+    async def stop(self, grace: float | None) -> None:
+        """See Http2Server."""
+        await self._http.stop(grace)
+
+
+def make_server(core: Snapshotter, metrics: Metrics, transport: str = "builtin") -> Server:
+    """A server with the service, over ``grpcio`` or ``builtin``; nothing is listening yet."""
+    if transport == "builtin":
+        return BuiltinServer(core, metrics)
     handlers = Handlers(core)
     methods: dict[str, grpc.RpcMethodHandler] = {}
     for method, (request, answer) in SNAPSHOTS_METHODS.items():
@@ -219,7 +291,8 @@ def make_server(core: Snapshotter, metrics: Metrics) -> grpc.aio.Server:
         ]
     )
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SNAPSHOTS_SERVICE, methods),))
-    return server
+    result: Server = server
+    return result
 
 
 def _serialise(message: Any) -> bytes:
@@ -227,7 +300,7 @@ def _serialise(message: Any) -> bytes:
     return data
 
 
-def listen(server: grpc.aio.Server, path: str) -> None:
+def listen(server: Server, path: str) -> None:
     """Bind the server to a unix socket of mode 0600 at ``path``, replacing a dead one.
 
     The caller holds the lock that makes it the only instance. Raises :class:`~weenv.core.errors.ConfigError`.
@@ -241,6 +314,10 @@ def listen(server: grpc.aio.Server, path: str) -> None:
         os.unlink(path)
     except FileNotFoundError:
         pass
+    if isinstance(server, BuiltinServer):
+        server.path = path
+        return
+    assert isinstance(server, grpc.aio.Server)
     before = os.umask(0o177)
     try:
         if server.add_insecure_port("unix:" + path) == 0:

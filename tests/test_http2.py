@@ -407,7 +407,10 @@ async def test_a_slow_reader_holds_its_stream_only(tmp_path: object) -> None:
         assert sum(len(piece) for state in protocol.connection._streams.values() for piece in state.queue) < 4 << 20
         assert await channel.unary_unary("/s/echo")(b"on") == b"on"
         assert first == b"0" * 3000
-        assert len([answer async for answer in call]) == 3999
+        rest = 0
+        while await call.read() is not grpc.aio.EOF:
+            rest += 1
+        assert rest == 3999
 
 
 async def test_stopping_lets_requests_end_and_cancels_those_that_do_not(tmp_path: object) -> None:

@@ -44,12 +44,14 @@ def write(source: str, target: str) -> None:
         data = json.load(file)
     machine, facts = data["machine"], data["facts"]
     image, link = facts["image"], facts.get("link", {})
+    busy = facts.get("busy", {})
     lines = [
         "# Benchmarks", "",
         "Ratios within one run of one machine. The benchmark makes this page from its own JSON:",
         "`python -m benchmarks --no-measure --docs docs/benchmarks.md`.", "",
         f"Machine: {machine['cpu']}, {machine['memory']}, Linux {machine['kernel']}, Python {machine['python']},",
         f"{machine['date']}, commit `{machine['commit']}`.", "",
+        *([f"Other processes used up to {max(busy.values()):.0%} of the CPUs when a part began.", ""] if busy else []),
         "| what | to reach | measured | |", "|---|---:|---:|---|",
     ]  # fmt: skip
     for row in data["rows"]:

@@ -324,7 +324,8 @@ def _measure(options: argparse.Namespace, path: str) -> int:
         return 1
     try:
         for name in options.only or PARTS:
-            say(f"--- {name}")
+            bench.facts.setdefault("busy", {})[name] = report.busy()
+            say(f"--- {name} (others use {bench.facts['busy'][name]:.0%} of the CPUs)")
             try:
                 found = PARTS[name](bench)
             except (BenchError, Failed, OSError, subprocess.CalledProcessError) as error:

@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import subprocess
+import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -32,12 +33,12 @@ def at_most(
 ) -> Row:
     """A row whose value must not exceed ``limit`` (plus ``slack``, the noise of the measurement, shown where it is given)."""
     noise = f" ±{slack:.2f}" if slack else ""
-    return Row(part, what, f"≤ {limit:g}{unit}", f"{value:.3g}{unit}{noise}", value <= limit + slack, detail or {})
+    return Row(part, what, f"≤ {limit:g}{unit}", number(value) + unit + noise, value <= limit + slack, detail or {})
 
 
 def at_least(part: str, what: str, value: float, limit: float, unit: str = "", detail: dict[str, Any] | None = None) -> Row:
     """A row whose value must reach ``limit``."""
-    return Row(part, what, f"≥ {limit:g}{unit}", f"{value:.3g}{unit}", value >= limit, detail or {})
+    return Row(part, what, f"≥ {limit:g}{unit}", number(value) + unit, value >= limit, detail or {})
 
 
 def machine() -> dict[str, str]:
@@ -65,6 +66,34 @@ def print_table(rows: Iterable[Row], console: Console) -> None:
     console.print(table)
 
 
+def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+    """``new`` over ``old``, tables within tables merged too."""
+    both = {**old, **new}
+    return {
+        key: _merged(old[key], value) if isinstance(value, dict) and isinstance(old.get(key), dict) else value
+        for key, value in both.items()
+    }
+
+
+def busy(seconds: float = 2.0) -> float:
+    """Share of the machine's CPU time that is in use now, while we do nothing: what disturbs a measurement."""
+
+    def read() -> tuple[int, int]:
+        with open("/proc/stat") as file:
+            values = [int(value) for value in file.readline().split()[1:]]
+        return sum(values), values[3] + values[4]
+
+    total, idle = read()
+    time.sleep(seconds)
+    total_now, idle_now = read()
+    return round(1 - (idle_now - idle) / max(1, total_now - total), 3)
+
+
+def number(value: float) -> str:
+    """Three decimals below ten, fewer above."""
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:.1f}" if abs(value) < 100 else f"{value:.0f}"
+
+
 def save(path: str, rows: list[Row], facts: dict[str, Any]) -> None:
     """Write everything as JSON, replacing the rows of parts that were measured again and keeping the others."""
     old: dict[str, Any] = {"rows": [], "facts": {}}
@@ -76,5 +105,5 @@ def save(path: str, rows: list[Row], facts: dict[str, Any]) -> None:
     new = [{**asdict(row), "date": datetime.datetime.now().isoformat(timespec="seconds")} for row in rows]
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(path + ".tmp", "w") as file:
-        json.dump({"machine": machine(), "rows": kept + new, "facts": {**old["facts"], **facts}}, file, indent=1)
+        json.dump({"machine": machine(), "rows": kept + new, "facts": _merged(old["facts"], facts)}, file, indent=1)
     os.rename(path + ".tmp", path)

@@ -369,6 +369,22 @@ async def test_ranged_reads_pause_while_decoders_are_behind(tmp_path: Path) -> N
         assert behind <= (256 << 10) * 3  # two ranges run, each stops after the piece that went over
 
 
+async def test_frames_that_readers_wait_for_are_decoded_before_the_others(tmp_path: Path) -> None:
+    order: list[int] = []
+
+    def slow_verify(frames: object, number: int, data: bytes) -> bytes:
+        time.sleep(0.005)
+        order.append(number)
+        return verify_frame(LAYER.frames, number, data)
+
+    async with bench(tmp_path, SimulatedSource(LAYER.blob), decoders=1, parallelism=4) as b:
+        b.fetcher._verify = slow_verify
+        b.fetcher.want(b.layer, range(30), AHEAD)
+        await asyncio.sleep(0.03)
+        await b.get(50)
+        assert order.index(50) < 20
+
+
 async def test_a_fill_pauses_while_a_reader_waits(tmp_path: Path) -> None:
     source = SimulatedSource(LAYER.blob, pace=0.003)
     async with bench(tmp_path, source) as b:

@@ -61,7 +61,11 @@ def connect(config: BlobfsConfig) -> tuple[holder.HolderClient, int, bool]:
 
     Raises ConfigError (another server is attached), MountError, OSError.
     """
-    os.makedirs(os.path.dirname(config.holder_socket), mode=0o700, exist_ok=True)
+    for path in (os.path.dirname(config.holder_socket), os.path.dirname(config.status_socket)):
+        try:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot create {path}: {error.strerror}", hint="run it as root") from error
     found = holder.attach(config.holder_socket)
     if found is not None:
         return (*found, True)
@@ -69,12 +73,19 @@ def connect(config: BlobfsConfig) -> tuple[holder.HolderClient, int, bool]:
         os.makedirs(config.mountpoint, mode=0o700, exist_ok=True)
     except OSError as error:
         if error.errno not in (errno.ENOTCONN, errno.EEXIST):
-            raise
+            raise ConfigError(f"cannot create {config.mountpoint}: {error.strerror}", hint="run it as root") from error
     if os.path.ismount(config.mountpoint) or not _alive(config.mountpoint):
         # Server and holder died together: what uses the mount has lost it, new mounts must not hang on it.
         log.error("a dead blobfs mount is replaced", extra={"mountpoint": config.mountpoint})
         detach(config.mountpoint)
-    fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fuse = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        raise MountError(
+            f"cannot open /dev/fuse: {error.strerror}",
+            errno=error.errno or 0,
+            hint="run it as root, with the kernel's fuse module",
+        ) from error
     try:
         mount(
             "weenv-blobs", config.mountpoint, FILESYSTEM, MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC,
@@ -302,6 +313,8 @@ class Daemon:
         old = os.umask(0o177)
         try:
             server = await asyncio.start_unix_server(answer, path)
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {path}: {error.strerror}") from error
         finally:
             os.umask(old)
         try:

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import queue
 import threading
 import time
 from collections import OrderedDict, deque
@@ -49,6 +48,7 @@ from weenv.plugin.snapshotter.fetch.flight import (
     Waiter,
 )
 from weenv.plugin.snapshotter.fetch.planner import span
+from weenv.plugin.snapshotter.fetch.twoqueues import TwoQueues
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +92,7 @@ class Fetcher:
         self._memory: OrderedDict[tuple[int, int], tuple[FetchLayer, bytes]] = OrderedDict()
         self._memory_bytes = 0
         self._full_since = 0.0
-        self._work: queue.SimpleQueue[tuple[Flight, bytes, int] | _Flush | None] = queue.SimpleQueue()
+        self._work: TwoQueues[tuple[Flight, bytes, int] | _Flush | None] = TwoQueues()
         self._decoders = [
             threading.Thread(target=self._decode, name=f"decoder-{number}", daemon=True)
             for number in range(self.settings.decoders)
@@ -370,7 +370,7 @@ class Fetcher:
             self._backlog += int(flight.layer.frames.content_sizes[flight.frame])
             if self._backlog > self.settings.backlog:
                 self._drained.clear()
-        self._work.put((flight, data, source))
+        self._work.put((flight, data, source), urgent=flight.priority == DEMAND)
 
     # -- ending a flight ----------------------------------------------------------------------------------------------
 

@@ -138,6 +138,10 @@ class Filler:
         before = sample()
         while True:
             await asyncio.sleep(_POLL)
+            while self._next() is None:
+                self.state = "idle"
+                await asyncio.sleep(_POLL * 4)
+                before = sample()
             if not self._quiet():
                 self.state = "readers"
                 before = sample()

@@ -365,10 +365,9 @@ def resolve(
     """
     from weenv.core.settings import read_tables
     from weenv.registry.groupref.cache import MappingCache
-    from weenv.registry.groupref.policy import policy_from_tables
-    from weenv.registry.groupref.resolve import Resolver
+    from weenv.registry.groupref.resolve import Resolver, node_policy
 
-    policy = policy_from_tables(read_tables(config_path))
+    policy = node_policy(read_tables(config_path))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     cache = MappingCache(cache_path or os.path.join(base, "weenv", "mapping.db"))
     try:

@@ -46,9 +46,10 @@ def with_resolver(
         from weenv.plugin.snapshotter.config import from_tables
         from weenv.registry.client import RegistryClient
         from weenv.registry.groupref.cache import MappingCache
-        from weenv.registry.groupref.resolve import Resolver
+        from weenv.registry.groupref.resolve import Resolver, node_policy
 
-        config = from_tables(read_tables(config_path))
+        tables = read_tables(config_path)
+        config, policy = from_tables(tables), node_policy(tables)
         registry = dataclasses.replace(config.registry, plain_http=config.registry.plain_http | frozenset(plain_http))
         try:
             cache = MappingCache(os.path.join(config.root, "mapping.db")) if os.path.isdir(config.root) else MappingCache()
@@ -56,7 +57,7 @@ def with_resolver(
             cache = MappingCache()
         try:
             async with RegistryClient(registry) as client:
-                return await use(Resolver(client, cache, max_age=max_age))
+                return await use(Resolver(client, cache, max_age=max_age, policy=policy))
         finally:
             cache.close()
 

@@ -106,14 +106,15 @@ async def _compose(plan: Plan, node: Node) -> Composed:
     from weenv.plugin.snapshotter.config import registry_config
     from weenv.registry.client import RegistryClient
     from weenv.registry.groupref.cache import MappingCache
-    from weenv.registry.groupref.resolve import Resolver
+    from weenv.registry.groupref.resolve import Resolver, node_policy
 
+    policy = node_policy(node.config.tables)
     try:
         cache = MappingCache(os.path.join(node.config.root, "mapping.db"))
     except StorageError:
         cache = MappingCache()
     try:
         async with RegistryClient(registry_config(node.config.tables)) as client:
-            return await compose(plan, resolver=Resolver(client, cache), root=node.config.root)
+            return await compose(plan, resolver=Resolver(client, cache, policy=policy), root=node.config.root)
     finally:
         cache.close()

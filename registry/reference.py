@@ -8,6 +8,7 @@ upper-case letter that is not ``localhost`` is part of the name, and the host is
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 from dataclasses import dataclass, replace
 
@@ -115,6 +116,11 @@ class LayoutLocation:
 
 
 Location = Reference | LayoutLocation
+
+
+def place_name(location: Location) -> str:
+    """What holds a location, as policies name it: ``host/repository``, or ``oci:/absolute/path``."""
+    return f"oci:{os.path.abspath(location.path)}" if isinstance(location, LayoutLocation) else location.name
 
 
 def is_hub(host: str) -> bool:

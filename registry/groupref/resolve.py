@@ -15,9 +15,9 @@ import logging
 import os
 import platform as machine
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weenv.core import digest as digests
 from weenv.core.aio import SingleFlight, gather_all
@@ -28,7 +28,7 @@ from weenv.registry.groupref.cache import MappingCache
 from weenv.registry.groupref.model import ResolvedGroup, read_group
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import ACCEPT, MAX_CONFIG, MAX_MANIFEST, Descriptor, Index, Manifest, parse_manifest
-from weenv.registry.reference import LayoutLocation, Location, Reference, parse_location
+from weenv.registry.reference import LayoutLocation, Location, Reference, parse_location, place_name
 
 if TYPE_CHECKING:  # signing needs libraries that resolving does not
     from weenv.registry.groupref.policy import Policy
@@ -46,6 +46,18 @@ def this_platform() -> str:
     """This machine, as ``os/arch``."""
     name = machine.machine()
     return f"linux/{ARCHITECTURES.get(name, name)}"
+
+
+def node_policy(tables: Mapping[str, Any]) -> Policy | None:
+    """The policy of a configuration file's tables (weenv.registry.groupref.policy); None where it has none.
+
+    Raises ConfigError.
+    """
+    if "policy" not in tables:
+        return None
+    from weenv.registry.groupref.policy import policy_from_tables  # its libraries take longer to import than we to resolve
+
+    return policy_from_tables(tables)
 
 
 def choose(index: Index, platform: str, what: str) -> Descriptor:
@@ -93,13 +105,11 @@ class Resolver:
 
     def _admitted(self, policy: Policy, location: Location, group: ResolvedGroup) -> bool:
         """True where the policy asks for nothing, or has accepted the group before."""
-        from weenv.registry.groupref.sign import ALLOW, place_name
-
         name = place_name(location)
-        return policy.rule(name).action == ALLOW or self.cache.admitted(policy.fingerprint, name, group.digest)
+        return policy.rule(name).action == "allow" or self.cache.admitted(policy.fingerprint, name, group.digest)
 
     async def _admit(self, policy: Policy, location: Location, group: ResolvedGroup) -> None:
-        from weenv.registry.groupref.sign import admit, place_name
+        from weenv.registry.groupref.sign import admit
 
         also = await self._indexes(location, group) if isinstance(location, Reference) else ()
         await admit(self.client, policy, location, group.digest, also)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,7 +26,6 @@ from weenv.registry.endpoints import LayoutEnd, RegistryEnd
 from weenv.registry.groupref import keys as keyring
 from weenv.registry.groupref.build import dump
 from weenv.registry.groupref.policy import (
-    ALLOW,
     DENY,
     MAX_PAYLOAD,
     MAX_SIGNATURE,
@@ -50,7 +48,7 @@ from weenv.registry.manifest import (
     parse_descriptor,
     parse_manifest,
 )
-from weenv.registry.reference import LayoutLocation, Location, Reference
+from weenv.registry.reference import LayoutLocation, Location, Reference, place_name
 
 PAYLOAD_TYPE = "application/vnd.dev.cosign.simplesigning.v1+json"
 SIGNATURE_ANNOTATION = "dev.cosignproject.cosign/signature"
@@ -75,11 +73,6 @@ class Signed:
 def signature_tag(digest: str) -> str:
     """The tag under which the signatures of a digest are."""
     return f"sha256-{digests.hex_of(digest)}.sig"
-
-
-def place_name(location: Location) -> str:
-    """What a policy's patterns are matched with: ``host/repository``, or ``oci:/absolute/path``."""
-    return f"oci:{os.path.abspath(location.path)}" if isinstance(location, LayoutLocation) else location.name
 
 
 # -- signing ----------------------------------------------------------------------------------------------------------
@@ -283,5 +276,5 @@ async def admit(
 
 
 __all__ = [
-    "ALLOW", "AUTO", "REFERRERS", "TAG", "Signed", "admit", "place_name", "sign", "signature_tag", "signatures", "verify",
+    "AUTO", "REFERRERS", "TAG", "Signed", "admit", "sign", "signature_tag", "signatures", "verify",
 ]  # fmt: skip

@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 _CHECKPOINT = 30.0
 """Seconds between moves of the metastore's write-ahead log into its database."""
 _STOP_GRACE = 5.0
-_SPARES = 64
+_SPARES = 128
 """Snapshot directories kept ready: a burst of as many containers waits for no mkdir."""
 
 

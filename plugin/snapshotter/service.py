@@ -125,11 +125,15 @@ class NoLazyLayers:
 
 @dataclass(frozen=True, slots=True)
 class _Lower:
-    """The directories below a snapshot that sits on some committed one: paths (top first), joined, lazy layer ids."""
+    """The directories below a snapshot that sits on some committed one: paths (top first), joined, lazy layer ids.
+
+    ``owners`` is empty, or holds the owner of the topmost root once it was looked up: what is committed does not change.
+    """
 
     paths: tuple[str, ...]
     joined: str
     layers: frozenset[int]
+    owners: list[tuple[int, int]]
 
 
 class Snapshotter:
@@ -150,6 +154,7 @@ class Snapshotter:
         self.directory = os.path.join(root, "s")
         self._options = (*overlay_options(), *mount_options)
         self._chains: OrderedDict[int, _Lower] = OrderedDict()
+        self._bases: OrderedDict[str, Snapshot] = OrderedDict()
         self._usages: dict[int, tuple[float, Usage]] = {}
         self._measuring: SingleFlight[int, Usage] = SingleFlight()
         self._walkers = ThreadPoolExecutor(2, thread_name_prefix="walk")
@@ -182,7 +187,7 @@ class Snapshotter:
             else:
                 paths.append(self.layers.path(layer_id))
                 layers.add(layer_id)
-        lower = _Lower(tuple(paths), ":".join(paths), frozenset(layers))
+        lower = _Lower(tuple(paths), ":".join(paths), frozenset(layers), [])
         self._chains[base.id] = lower
         if len(self._chains) > _CHAINS:
             self._chains.popitem(last=False)
@@ -192,11 +197,17 @@ class Snapshotter:
         """The committed snapshot called ``parent``; None where there is no parent."""
         if not parent:
             return None
+        base = self._bases.get(parent)  # a committed row changes by update and remove only, which drop it here
+        if base is not None:
+            return base
         base = self.store.find(parent)
         if base is None:
             raise SnapshotNotFound(f"parent snapshot {parent!r} does not exist")
         if base.kind is not Kind.COMMITTED:
             raise InvalidRequest(f"parent snapshot {parent!r} is not committed")
+        self._bases[parent] = base
+        if len(self._bases) > _CHAINS:
+            self._bases.popitem(last=False)
         return base
 
     async def _ready(self, parent: str) -> tuple[Snapshot | None, _Lower | None]:
@@ -297,13 +308,15 @@ class Snapshotter:
             return _mapped_root(uids or ""), _mapped_root(gids or "")
         if lower is None:
             return None
-        try:
-            status = os.stat(lower.paths[0])
-        except OSError as error:
-            raise UnavailableError(
-                f"the parent's files are gone: {error.strerror}", hint="remove the image and pull it again"
-            ) from error
-        return status.st_uid, status.st_gid
+        if not lower.owners:
+            try:
+                status = os.stat(lower.paths[0])
+            except OSError as error:
+                raise UnavailableError(
+                    f"the parent's files are gone: {error.strerror}", hint="remove the image and pull it again"
+                ) from error
+            lower.owners.append((status.st_uid, status.st_gid))
+        return lower.owners[0]
 
     async def mounts(self, key: str) -> list[Mount]:
         """How to mount an active snapshot or view."""
@@ -330,6 +343,7 @@ class Snapshotter:
         """Forget a snapshot; what it leaves behind goes in :meth:`cleanup`."""
         snapshot = self.store.get(key)
         self.store.remove(snapshot)
+        self._bases.pop(key, None)
         self._usages.pop(snapshot.id, None)
         self._chains.pop(snapshot.id, None)
         self.on_remove()
@@ -352,6 +366,7 @@ class Snapshotter:
         kept = {label: value for label, value in wanted.items() if value}
         if snapshot.layer_id is not None:
             kept[LABEL_SNAPSHOT_REF] = snapshot.ref  # what the snapshot is does not change
+        self._bases.pop(name, None)
         return self.store.set_labels(snapshot, kept).info()
 
     async def list(self, filters: Sequence[str]) -> AsyncIterator[list[SnapshotInfo]]:

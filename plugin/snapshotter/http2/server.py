@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 Handler = Callable[[bytes, Mapping[str, str]], AsyncIterator[bytes]]
 """(message, headers) -> the messages of the answer. Refuses by raising :class:`Refused`."""
 
+_TOGETHER = 8
+"""Answers sent with one system call at most."""
 UNIMPLEMENTED = 12
 INTERNAL = 13
 
@@ -33,6 +35,7 @@ class _Protocol(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self._flushing = False
+        self._answers = 0
         self._room = asyncio.Event()
         self._room.set()
         self._moved = asyncio.Event()
@@ -98,7 +101,11 @@ class _Protocol(asyncio.Protocol):
             connection.finish(stream, INTERNAL, f"internal error: {type(error).__name__}")
         finally:
             self.tasks.pop(stream, None)
-            self.flush_soon()
+            self._answers += 1
+            if self._answers >= _TOGETHER:  # the first of many who asked at once need not wait for the last
+                self.flush()
+            else:
+                self.flush_soon()
 
     async def _writable(self, stream: int) -> None:
         """Until the socket and the client's windows take more: a slow reader costs one message of memory."""
@@ -115,6 +122,7 @@ class _Protocol(asyncio.Protocol):
 
     def flush(self) -> None:
         self._flushing = False
+        self._answers = 0
         data = self.connection.take()
         if data and self.transport is not None:
             self.transport.write(data)

@@ -57,6 +57,10 @@ _FLUSH: Final = 1.0
 """Seconds after which a disk that was full is tried again on behalf of frames that are in memory already."""
 
 
+_QUIET: Final = 30.0
+"""Seconds between log lines that say the disk is full."""
+
+
 class _Flush(Enum):
     """What decoders may be told to do besides decoding."""
 
@@ -92,6 +96,8 @@ class Fetcher:
         self._memory: OrderedDict[tuple[int, int], tuple[FetchLayer, bytes]] = OrderedDict()
         self._memory_bytes = 0
         self._full_since = 0.0
+        self._told_full = False
+        self._tell_full_after = 0.0
         self._work: TwoQueues[tuple[Flight, bytes, int] | _Flush | None] = TwoQueues()
         self._decoders = [
             threading.Thread(target=self._decode, name=f"decoder-{number}", daemon=True)
@@ -421,9 +427,11 @@ class Fetcher:
             full = is_full(error)
             with self._lock:
                 self.stats.error("enospc" if full else "storage")
-                first = not self._full_since
-                self._full_since = time.monotonic()
-            if first:
+                self._full_since = now = time.monotonic()
+                tell = not self._told_full and now >= self._tell_full_after  # a disk on the brink goes back and forth
+                if tell:
+                    self._told_full, self._tell_full_after = True, now + _QUIET
+            if tell:
                 fields = {"error": str(error), "hint": "free space under the root directory"}
                 log.error("serving without a cache: the disk takes no data", extra=fields)
             return False
@@ -431,8 +439,12 @@ class Fetcher:
         with self._lock:
             recovered = self._full_since > 0
             self._full_since = 0.0
-        if recovered:
+            tell = recovered and self._told_full
+            if tell:
+                self._told_full = False
+        if tell:
             log.warning("the disk takes data again: caching goes on")
+        if recovered:
             self._flush()
         return True
 

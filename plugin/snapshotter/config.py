@@ -38,7 +38,7 @@ class SnapshotterConfig:
     """False: an ordinary overlay snapshotter, every image is unpacked."""
     use_source_annotation: bool = True
     """Whether the registry that a layer's own annotation names may be asked, besides the one the image came from."""
-    resolve_timeout: float = 60.0
+    resolve_timeout: float = 30.0
     """A layer whose tail cannot be had, checked and mounted in so long is unpacked the ordinary way."""
     builders: int = 2
     """EROFS metadata images built at once."""

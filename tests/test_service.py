@@ -273,6 +273,28 @@ async def test_a_commit_beside_a_removal_is_refused(root: str) -> None:
         assert await service.list() == []
 
 
+@pytest.mark.parametrize("factory", FACTORIES)
+async def test_many_long_labels_are_listed_or_refused(
+    factory: Callable[..., contextlib.AbstractAsyncContextManager[Service]], root: str
+) -> None:
+    """What is taken can be listed: a List that fails for one snapshot's labels would stop containerd's collection."""
+    async with factory(root) as service:
+        long = {"a": "x" * (4_100_000)}
+        for name in "abcdef":
+            await service.prepare(name, "", long)
+        assert [info.name for info in await service.list()] == list("abcdef")
+        await service.commit("committed", "a", long)
+        many = {f"label{n}": "x" * 40 for n in range(100_000)}
+        for labels in ({"a": "x" * 4_200_000}, many, {"a": "\N{EURO SIGN}" * 1_500_000}):
+            with refused("INVALID_ARGUMENT"):
+                await service.prepare("more", "", labels)
+            with refused("INVALID_ARGUMENT"):
+                await service.view("more", "", labels)
+            with refused("INVALID_ARGUMENT"):
+                await service.commit("more", "b", labels)
+        assert len(await service.list()) == 6
+
+
 async def test_recovery_squares_directories_and_rows(root: str, caplog: pytest.LogCaptureFixture) -> None:
     async with direct(root) as service:
         await committed(service, "one")

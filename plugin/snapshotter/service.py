@@ -56,6 +56,10 @@ TRANSITIONS: dict[tuple[str, Kind | None], Kind | None] = {
 }
 """(request, state) -> state; None is "no such snapshot". ``Resolve`` is a Prepare that is answered lazily."""
 
+_SNAPSHOT_MAX = 4 << 20
+"""UTF-8 bytes that the key and the labels of one snapshot may have together: with more, List could not tell of it."""
+_BLOCK_MAX = 8 << 20
+"""UTF-8 bytes of keys and labels in one block of List; a message ends at 16 MiB."""
 _CHAINS = 1024
 """Lower chains kept ready; one of 127 layers takes about 5 kB."""
 _USAGE_TTL = 5.0
@@ -236,6 +240,7 @@ class Snapshotter:
 
     async def prepare(self, key: str, parent: str, labels: Mapping[str, str]) -> list[Mount]:
         """A writable snapshot; or the lazy layer that ``labels`` ask for, then :class:`SnapshotExists` is raised."""
+        _check_size(key, parent, labels)
         target = labels.get(LABEL_SNAPSHOT_REF, "")
         base, lower = await self._ready(parent)
         if target:
@@ -268,6 +273,7 @@ class Snapshotter:
 
     async def view(self, key: str, parent: str, labels: Mapping[str, str]) -> list[Mount]:
         """A read-only snapshot of ``parent``."""
+        _check_size(key, parent, labels)
         base, lower = await self._ready(parent)
         return self._create(Kind.VIEW, key, base, lower, labels)
 
@@ -328,6 +334,7 @@ class Snapshotter:
 
     async def commit(self, name: str, key: str, labels: Mapping[str, str]) -> None:
         """Turn the active snapshot ``key`` into the committed one called ``name``."""
+        _check_size(name, key, labels)
         if not name:
             raise InvalidRequest("a committed snapshot needs a name")
         if self.store.find(name) is not None:
@@ -366,6 +373,7 @@ class Snapshotter:
         kept = {label: value for label, value in wanted.items() if value}
         if snapshot.layer_id is not None:
             kept[LABEL_SNAPSHOT_REF] = snapshot.ref  # what the snapshot is does not change
+        _check_size(name, snapshot.parent, kept)
         self._bases.pop(name, None)
         return self.store.set_labels(snapshot, kept).info()
 
@@ -384,9 +392,19 @@ class Snapshotter:
         for page in pages:
             infos = [snapshot.info() for snapshot in page]
             await matches.decide(infos)
-            infos = [info for info in infos if matches(info)]
-            for start in range(0, len(infos), 100):
-                yield infos[start : start + 100]
+            block: list[SnapshotInfo] = []
+            room = _BLOCK_MAX
+            for info in infos:
+                if not matches(info):
+                    continue
+                size = _size(info.name, info.parent, info.labels)
+                if block and (len(block) == 100 or size > room):
+                    yield block
+                    block, room = [], _BLOCK_MAX
+                block.append(info)
+                room -= size
+            if block:
+                yield block
 
     async def usage(self, key: str) -> Usage:
         """Disk used by a snapshot itself, without its parents."""
@@ -452,6 +470,18 @@ class Snapshotter:
                     log.error("the files of a snapshot are gone", extra={"snapshot": snapshot.name, "id": snapshot.id})
         if missing:
             log.error("remove and pull the images of these snapshots again", extra={"count": missing})
+
+
+def _size(key: str, parent: str, labels: Mapping[str, str]) -> int:
+    """UTF-8 bytes of a snapshot's texts, and some for their framing."""
+    texts = "".join((key, parent, *labels, *labels.values()))
+    return len(texts if texts.isascii() else texts.encode("utf-8", "replace")) + 16 * (len(labels) + 2)
+
+
+def _check_size(key: str, parent: str, labels: Mapping[str, str]) -> None:
+    size = _size(key, parent, labels)
+    if size > _SNAPSHOT_MAX:
+        raise InvalidRequest(f"key and labels of {size} bytes; a snapshot may have {_SNAPSHOT_MAX}")
 
 
 def _mapped_root(mapping: str) -> int:

@@ -50,6 +50,8 @@ class Changes:
         self.stamp = view.newest() + 1
         self._nodes: dict[Path, Node | None] = {}
         """Path -> what is there now, None: nothing. Below what is no merged directory, only what was put there since."""
+        self._below_of: dict[Path, set[bytes]] = {}
+        """Directory -> names in it that are in ``_nodes`` or on the way to such."""
 
     # -- looking
 
@@ -136,7 +138,7 @@ class Changes:
         below = self._below(path)
         if below is not None:
             found.update(self.view.names(below))
-        found.update(known[-1] for known in self._nodes if len(known) == len(path) + 1 and known[:-1] == path)
+        found.update(self._below_of.get(path, ()))
         children = ((name, self.at((*path, name))) for name in sorted(found))
         return {name: child for name, child in children if child is not None}
 
@@ -159,7 +161,15 @@ class Changes:
         there = self.at(path)
         if there is not None and there.kind == DIRECTORY:
             raise PathError("is a directory", member=text(path))
+        self._set(path, node)
+
+    def _set(self, path: Path, node: Node | None) -> None:
         self._nodes[path] = node
+        for depth in range(len(path) - 1, -1, -1):
+            names = self._below_of.setdefault(path[:depth], set())
+            if path[depth] in names:
+                return
+            names.add(path[depth])
 
     def write(self, path: Path, data: bytes, *, mode: int | None = None, owner: tuple[int, int] | None = None) -> None:
         """A regular file's content. An existing one keeps owner, mode and attributes but for those given here.
@@ -195,7 +205,7 @@ class Changes:
         if not path:
             raise PathError("the root's mode cannot be changed", member="/")
         if node.mode != mode:
-            self._nodes[path] = replace(node, mode=mode & 0o7777)
+            self._set(path, replace(node, mode=mode & 0o7777))
 
     def make_directories(self, path: Path, *, owner: tuple[int, int] | None = None) -> Node:
         """The directory at a path, made with its missing parents (0755, owned as the one they are in). Raises PathError."""
@@ -209,7 +219,7 @@ class Changes:
                 # What a directory that was there had must not show through.
                 opaque = path[:depth] in self._nodes
                 node = Node(DIRECTORY, 0o755, uid, gid, self.stamp, opaque=opaque)
-                self._nodes[path[:depth]] = node
+                self._set(path[:depth], node)
             elif node.kind != DIRECTORY:
                 raise PathError("is no directory", member=text(path[:depth]))
         assert node is not None
@@ -221,9 +231,13 @@ class Changes:
             raise PathError("the root cannot be deleted", member="/")
         if self.at(path) is None:
             raise PathError("does not exist", member=text(path))
-        for known in [known for known in self._nodes if len(known) > len(path) and known[: len(path)] == path]:
-            del self._nodes[known]
-        self._nodes[path] = None
+        todo = [path]
+        while todo:
+            directory = todo.pop()
+            for name in self._below_of.pop(directory, ()):
+                todo.append((*directory, name))
+                self._nodes.pop((*directory, name), None)
+        self._set(path, None)
 
     def _writable(self, path: Path) -> None:
         if not path:
@@ -259,7 +273,8 @@ class Changes:
                 continue
             wanted[path] = node
             for depth in range(1, len(path)):
-                wanted.setdefault(path[:depth], self.at(path[:depth]))
+                if path[:depth] not in wanted:
+                    wanted[path[:depth]] = self.at(path[:depth])
         found: list[tuple[Member, bytes]] = []
         for path in sorted(wanted):
             node = wanted[path]

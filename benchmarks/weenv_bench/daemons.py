@@ -53,11 +53,13 @@ async def _prepare(address: str, snapshotter: str, parent: str, callers: int, ro
 
 async def _tops(address: str, snapshotter: str) -> list[str]:
     from weenv.plugin.containerd.client import Client
+    from weenv.plugin.containerd.types import Kind
 
     async with Client(address) as client:
         infos = await client.namespace("default").snapshots(snapshotter).list()
-        parents = {info.parent for info in infos}
-        return [info.name for info in infos if info.name not in parents and info.kind == 3]  # 3: committed
+        committed = [info for info in infos if info.kind == Kind.COMMITTED]
+        parents = {info.parent for info in committed}
+        return [info.name for info in committed if info.name not in parents]
 
 
 def prepare_latency(node: Node, callers: int = 50, rounds: int = 20) -> dict[str, dict[str, float]]:

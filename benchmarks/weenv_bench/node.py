@@ -201,6 +201,10 @@ class Node:
         """Every process of the two daemons, helpers included."""
         return [pid for pid, line in processes_of(self.directory).items() if "weenv.toml" in line or "/w/" in line]
 
+    def logs_of(self, name: str) -> str:
+        """The whole log of one daemon."""
+        return next(process.log_text() for process in self._processes if process.name == name)
+
     def logs(self) -> str:
         """The ends of all logs, for an error's text."""
         return "\n".join(f"--- {process.name}\n{process.log_text()[-2000:]}" for process in self._processes)

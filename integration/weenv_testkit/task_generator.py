@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import random
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -25,7 +26,8 @@ from swesmith.bug_gen.utils import generate_patch_fast
 
 LINES = 14
 """Lines that a task's patch adds and removes at most."""
-TIMEOUT = 40
+CPU, TIMEOUT = 20, 300
+"""Seconds of CPU that a candidate's tests may take, so that a busy machine makes the same tasks; and of waiting."""
 
 
 def candidates(repository: str, package: str, seed: int) -> list[dict[str, str]]:
@@ -63,6 +65,7 @@ def run_tests(copy: str, wanted: list[str], output: str) -> int:
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         signal.alarm(TIMEOUT)
+        resource.setrlimit(resource.RLIMIT_CPU, (CPU, CPU))
         os.chdir(copy)
         sys.path.insert(0, copy)
         sys.dont_write_bytecode = True

@@ -96,6 +96,7 @@ def size(text: str | None) -> int:
 @click.option("--read-only", is_flag=True, help="Mount its root read-only.")
 @click.option("--no-new-privileges", is_flag=True, help="Let no program gain privileges.")
 @click.option("--init", is_flag=True, help="Run the command beside a first process that reaps orphans.")
+@click.option("--idle", is_flag=True, help="With -d: only wait for weenv exec, whatever the image's command is.")
 @click.option("--runtime", metavar="NAME|PATH", help="containerd runtime, or OCI runtime program.  [default: run.runtime]")
 @click.option("--name", default="", help="Its name.  [default: made from the plan's]")
 @node_options
@@ -117,6 +118,10 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
 
     if o["detach"] and (o["interactive"] or o["tty"]):
         raise click.UsageError("-d leaves nobody to read the input: use it without -i and -t")
+    if o["idle"] and (command or not o["detach"]):
+        raise click.UsageError("--idle needs -d and no command")
+    if o["init"] and o["detach"]:
+        raise click.UsageError("--init is for a command that is waited for; with -d: --idle, then weenv exec")
     if command and command[0] == "--":
         command = command[1:]
     binds = tuple(parse_bind(text) for text in o["volume"])
@@ -142,7 +147,7 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
             read_only=o["read_only"],
             new_privileges=not o["no_new_privileges"],
         )
-        wanted = attended.Wanted(target, options, o["name"], o["remove"], o["interactive"], o["init"])
+        wanted = attended.Wanted(target, options, o["name"], o["remove"], o["interactive"], o["init"], o["idle"])
         if o["detach"]:
             click.echo(await attended.detached(node, wanted))
             return 0
@@ -175,7 +180,7 @@ def exec_(environment: str, command: tuple[str, ...], **o: Any) -> None:
     async def work(node: Node) -> int:
         from weenv.environment import attended
 
-        return await attended.added(
+        return await attended.executed(
             node, environment, command, env=variables(o["env"]), cwd=o["workdir"], user=o["user"], timeout=o["timeout"],
             interactive=o["interactive"], terminal=o["tty"],
         )  # fmt: skip

@@ -27,7 +27,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from weenv.environment import lifecycle, waiter
+from weenv.environment import lifecycle
 from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes
 from weenv.environment.images import prepare
 from weenv.environment.model import Plan
@@ -87,7 +87,7 @@ class AsyncEnvironment:
                 binds=tuple(parse_bind(text) for text in binds),
                 limits=Limits(cpus, memory, pids),
                 network=network or settings.run.network,
-                init="" if command else await asyncio.to_thread(waiter.install, node.directory),
+                waits=not command,
             )
             made = await lifecycle.start(node, ready, options, name=name, remove_at_end=not keep)
         except BaseException:
@@ -152,8 +152,7 @@ class AsyncEnvironment:
         who = await asyncio.to_thread(self._user, user) if user else None
         command = Command(tuple(args), dict(env or {}), cwd, who, timeout, limit)
         feed = feed_bytes(input) if input is not None else None
-        base = lifecycle.base_process(self._container)
-        return await execute(self._node, self.id, self.pid, base, command, feed=feed)
+        return await execute(self._node, self._container, self.pid, command, feed=feed)
 
     def _user(self, text: str) -> User:
         root = open_process_root(self.pid)

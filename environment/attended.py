@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from weenv.core.errors import WeenvError
 from weenv.environment import lifecycle
@@ -20,6 +21,8 @@ from weenv.plugin.containerd.client import ContainerdError
 
 TIMED_OUT = 124
 """Exit status of a command that ran out of time, as timeout(1) has it."""
+
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 GRACE = 10.0
 """Seconds from the first SIGINT or SIGTERM to SIGKILL."""
@@ -35,6 +38,7 @@ class Wanted:
     remove: bool = False
     interactive: bool = False
     init: bool = False
+    idle: bool = False
 
 
 def write_out(data: bytes) -> None:
@@ -63,20 +67,14 @@ def _run_mutations(ready: Ready) -> list[tuple[tuple[str, ...], str]]:
     return [(item.run, item.directory) for item in plan.mutations if item.run] if plan is not None else []
 
 
-def _waiting(node: Node, options: Options) -> Options:
-    from weenv.environment import waiter
-
-    return replace(options, init=waiter.install(node.directory))
-
-
 async def detached(node: Node, wanted: Wanted) -> str:
     """Start and leave it; its id."""
     ready = await prepare(wanted.target, node)
     options = wanted.options
     config = ready.config.get("config") or {}
     runs = _run_mutations(ready)
-    if wanted.init or runs or not command(config, options):
-        options = _waiting(node, options)
+    if wanted.idle or runs or not command(config, options):
+        options = replace(options, waits=True)
     made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove, owned=False)
     if runs:
         await _mutate(node, made, runs)
@@ -86,6 +84,16 @@ async def detached(node: Node, wanted: Wanted) -> str:
 
 async def attached(node: Node, wanted: Wanted) -> int:
     """Start, connect the streams, wait, and remove it where that is asked for; the exit status."""
+    async with _Signals(node) as signals:
+        try:
+            return await _attached(node, wanted, signals)
+        except asyncio.CancelledError:
+            if not signals.caught:
+                raise
+            return 128 + signals.caught[0]
+
+
+async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
     ready = await prepare(wanted.target, node)
     options = wanted.options
     runs = _run_mutations(ready)
@@ -101,9 +109,10 @@ async def attached(node: Node, wanted: Wanted) -> int:
     with _terminal(options.terminal) as size:
         made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove, streams=connect)
         container = made.container.id
+        signals.container = container
         ended = False
         try:
-            async with _signals(node, container), _helpers() as helpers:
+            async with _helpers() as helpers:
                 if wanted.interactive:
                     helpers.append(asyncio.ensure_future(_feed(node, container, "", streams[0])))
                 if size is not None:
@@ -132,7 +141,7 @@ async def _beside(node: Node, wanted: Wanted, ready: Ready, runs: list[tuple[tup
     args = tuple(command(ready.config.get("config") or {}, wanted.options))
     if not args:
         raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
-    options = replace(_waiting(node, wanted.options), terminal=False)
+    options = replace(wanted.options, waits=True, terminal=False)
     made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove)
     try:
         await _mutate(node, made, runs)
@@ -148,10 +157,9 @@ async def _mutate(node: Node, made: lifecycle.Started, runs: list[tuple[tuple[st
     """The plan's ``run`` mutations. Raises WeenvError, and removes the environment, where one fails."""
     from weenv.environment.exec import Command, execute
 
-    base = lifecycle.base_process(made.container)
     try:
         for args, directory in runs:
-            result = await execute(node, made.container.id, made.pid, base, Command(args, {}, directory))
+            result = await execute(node, made.container, made.pid, Command(args, {}, directory))
             if result.exit_code:
                 text = (result.stderr or result.stdout).decode("utf-8", "replace").strip().splitlines()
                 raise WeenvError(
@@ -160,6 +168,17 @@ async def _mutate(node: Node, made: lifecycle.Started, runs: list[tuple[tuple[st
     except BaseException:
         await asyncio.shield(lifecycle.remove(node, made.container.id))
         raise
+
+
+async def executed(node: Node, *arguments: Any, **options: Any) -> int:
+    """:func:`added` with signals, which end the command and all it started."""
+    async with _Signals(node) as signals:
+        try:
+            return await added(node, *arguments, **options)
+        except asyncio.CancelledError:
+            if not signals.caught:
+                raise
+            return 128 + signals.caught[0]
 
 
 async def added(
@@ -196,38 +215,18 @@ async def added(
     loop = asyncio.get_running_loop()
     began: asyncio.Future[str] = loop.create_future()
     with _terminal(terminal) as size:
-        work = asyncio.ensure_future(
-            execute(
-                node, container.id, pid, lifecycle.base_process(container), run,
-                feed=_copy_input if interactive else None, stdout=write_out, stderr=write_err, started=began.set_result,
-            )
-        )  # fmt: skip
 
         async def sized() -> None:
             assert size is not None
             await _follow_size(node, container.id, await began, size)
 
-        caught: list[int] = []
-
-        def end(number: int) -> None:
-            caught.append(number)
-            work.cancel()
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        for number in numbers:
-            loop.add_signal_handler(number, end, number)
-        try:
-            async with _helpers() as helpers:
-                if size is not None:
-                    helpers.append(asyncio.ensure_future(sized()))
-                result = await work
-        except asyncio.CancelledError:
-            if not caught:
-                raise
-            return 128 + caught[0]
-        finally:
-            for number in numbers:
-                loop.remove_signal_handler(number)
+        async with _helpers() as helpers:
+            if size is not None:
+                helpers.append(asyncio.ensure_future(sized()))
+            result = await execute(
+                node, container, pid, run,
+                feed=_copy_input if interactive else None, stdout=write_out, stderr=write_err, started=began.set_result,
+            )  # fmt: skip
     if result.stderr:
         write_err(result.stderr)
     return TIMED_OUT if result.timed_out else result.exit_code
@@ -245,33 +244,45 @@ async def _helpers() -> AsyncIterator[list[asyncio.Future[None]]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-@contextlib.asynccontextmanager
-async def _signals(node: Node, container: str) -> AsyncIterator[None]:
-    """Signals go to the environment; the second one, or GRACE seconds, kill it."""
-    loop = asyncio.get_running_loop()
-    sent: list[asyncio.Task[None]] = []
+class _Signals:
+    """SIGINT, SIGTERM and SIGHUP for the length of a block.
 
-    async def end(number: int, again: bool) -> None:
-        with contextlib.suppress(ContainerdError):
-            if not again:
-                await node.tasks.kill(container, number)
-                await asyncio.sleep(GRACE)
-            await node.tasks.kill(container, signal.SIGKILL, everyone=True)
+    Before there is an environment the block is cancelled; then they go to it, and the second one, or GRACE seconds, kill it.
+    """
 
-    def caught(number: int) -> None:
-        sent.append(loop.create_task(end(number, bool(sent))))
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.container = ""
+        self.caught: list[int] = []
+        self._sent: list[asyncio.Task[None]] = []
+        self._block: asyncio.Task[object] | None = None
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    for number in numbers:
-        loop.add_signal_handler(number, caught, number)
-    try:
-        yield
-    finally:
-        for number in numbers:
-            loop.remove_signal_handler(number)
-        for task in sent:
+    async def __aenter__(self) -> _Signals:
+        self._block = asyncio.current_task()
+        for number in _ENDING:
+            asyncio.get_running_loop().add_signal_handler(number, self._come, number)
+        return self
+
+    async def __aexit__(self, *_exc: object) -> None:
+        for number in _ENDING:
+            asyncio.get_running_loop().remove_signal_handler(number)
+        for task in self._sent:
             task.cancel()
-        await asyncio.gather(*sent, return_exceptions=True)
+        await asyncio.gather(*self._sent, return_exceptions=True)
+
+    def _come(self, number: int) -> None:
+        self.caught.append(number)
+        if self.container:
+            self._sent.append(asyncio.get_running_loop().create_task(self._end(number, len(self._sent))))
+        elif self._block is not None:
+            self._block.cancel()
+
+    async def _end(self, number: int, before: int) -> None:
+        with contextlib.suppress(ContainerdError):
+            if not before:
+                await self.node.tasks.kill(self.container, number)
+                await asyncio.sleep(GRACE)
+            await self.node.tasks.kill(self.container, signal.SIGKILL, everyone=True)
 
 
 async def _copy_input(write: Callable[[bytes], Awaitable[None]]) -> None:

@@ -10,14 +10,15 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from weenv.core.errors import WeenvError
-from weenv.environment.lifecycle import NoSuchEnvironment, StartError, patiently, start_error
+from weenv.environment.lifecycle import NoSuchEnvironment, StartError, base_process, patiently, start_error
 from weenv.environment.node import Node
-from weenv.environment.processes import MARKER, enclose, end_family, group_of, release
-from weenv.environment.spec import added_process
+from weenv.environment.processes import MARKER, end_family
+from weenv.environment.rootfs import FileError, find_program, open_process_root
+from weenv.environment.spec import DEFAULT_PATH, INIT, added_process
 from weenv.environment.stdio import Collected, Sink, Streams
 from weenv.environment.users import User
 from weenv.plugin.containerd.client import ContainerdError
-from weenv.plugin.containerd.runtime import Exit
+from weenv.plugin.containerd.runtime import Container, Exit
 
 LIMIT = 64 << 20
 """Bytes kept of each output stream, unless told otherwise."""
@@ -68,9 +69,8 @@ Feed = Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]]
 
 async def execute(
     node: Node,
-    container: str,
+    container: Container,
     first: int,
-    base: Mapping[str, object],
     command: Command,
     *,
     feed: Feed | None = None,
@@ -85,16 +85,22 @@ async def execute(
     loop = asyncio.get_running_loop()
     name = "x" + secrets.token_hex(8)
     kept = Collected(command.limit), Collected(command.limit)
+    args = command.args
+    if any(isinstance(mount, dict) and mount.get("destination") == INIT for mount in container.spec.get("mounts") or ()):
+        try:
+            args = (INIT, await node.in_thread(_program, first, container, command), *args)
+        except StartError as error:
+            return ExecResult(error.exit_code, b"", f"weenv: {error.message}\n".encode())
     spec = added_process(
-        base,
-        command.args,
+        base_process(container),
+        args,
         env={**command.env, MARKER: name},
         cwd=command.cwd,
         user=command.user,
         terminal=command.terminal,
     )
     streams = Streams(
-        os.path.join(node.home(container), "x-" + name),
+        os.path.join(node.home(container.id), "x-" + name),
         stdout=stdout or kept[0],
         stderr=stderr or kept[1],
         stdin=feed is not None,
@@ -103,12 +109,12 @@ async def execute(
     begin = loop.time()
     try:
         try:
-            await node.tasks.exec(container, name, spec, streams.stdio)
+            await node.tasks.exec(container.id, name, spec, streams.stdio)
         except ContainerdError as error:
             if error.code in ("NOT_FOUND", "FAILED_PRECONDITION"):
-                raise NoSuchEnvironment(f"{container} does not run", hint="weenv ps --all shows how it ended") from error
+                raise NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended") from error
             raise
-        process = _Added(node, container, first, name)
+        process = _Added(node, container.id, first, name)
         try:
             timed_out, ended = await process.run(command, streams, feed, started)
             seconds = loop.time() - begin
@@ -127,14 +133,34 @@ async def execute(
     return ExecResult(ended.status, kept[0].bytes(), kept[1].bytes(), timed_out, dropped, seconds)
 
 
+def _program(first: int, container: Container, command: Command) -> str:
+    """Where the command's program is. Raises StartError where nowhere, NoSuchEnvironment."""
+    name = command.args[0] if command.args else ""
+    if not name or "/" in name:
+        return name  # nothing to look up; what is wrong with it is said by the runtime
+    base = base_process(container)
+    env = base.get("env")
+    variables = dict(str(item).partition("=")[::2] for item in env) if isinstance(env, list) else {}
+    path = command.env.get("PATH", variables.get("PATH", DEFAULT_PATH))
+    try:
+        root = open_process_root(first)
+    except FileError as error:
+        raise NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended") from error
+    try:
+        found = find_program(root, name, path)
+    finally:
+        os.close(root)
+    if not found:
+        raise StartError(f"the command cannot be executed: {name[:200]!r} is not in {path[:300]}", 127)
+    return found
+
+
 class _Added:
     def __init__(self, node: Node, container: str, first: int, name: str) -> None:
         self.node = node
         self.container = container
         self.first = first
         self.name = name
-        self.group = ""
-        self.enclosure = ""
 
     async def run(
         self, command: Command, streams: Streams, feed: Feed | None, started: Callable[[str], None] | None
@@ -150,7 +176,6 @@ class _Added:
                 raise start_error(error) from error
             if started is not None:
                 started(self.name)
-            enclosing = asyncio.ensure_future(self.node.in_thread(self._enclose, leader))
             helpers.append(asyncio.ensure_future(self._feed(streams, feed)))
             timed_out = False
             try:
@@ -160,9 +185,7 @@ class _Added:
                 timed_out = True
             finally:
                 if ended is None:
-                    await asyncio.shield(self._end(leader, enclosing))
-                else:
-                    await enclosing
+                    await asyncio.shield(self.node.in_thread(end_family, leader, self.first, self.name))
             if ended is None:
                 async with asyncio.timeout(30):
                     ended = await self._wait()
@@ -171,21 +194,9 @@ class _Added:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
-            if self.enclosure:
-                release(self.enclosure)
 
     async def _wait(self) -> Exit:
         return await patiently(lambda: self.node.tasks.wait(self.container, self.name))
-
-    def _enclose(self, leader: int) -> None:
-        with contextlib.suppress(OSError):
-            self.group = group_of(self.first)
-            if self.group:
-                self.enclosure = enclose(leader, self.group, self.name)
-
-    async def _end(self, leader: int, enclosing: asyncio.Future[None]) -> None:
-        await asyncio.gather(enclosing, return_exceptions=True)
-        await self.node.in_thread(end_family, leader, self.first, self.name, self.group, self.enclosure)
 
     async def _feed(self, streams: Streams, feed: Feed | None) -> None:
         if feed is None or streams.writer is None:

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from weenv.core.errors import WeenvError
-from weenv.environment import accounts, owner
+from weenv.environment import accounts, owner, waiter
 from weenv.environment.images import Ready
 from weenv.environment.node import Node
 from weenv.environment.processes import accounts_swap, unified_only
@@ -141,7 +141,12 @@ async def start(
         labels[LABEL_CEILING] = f"{given.cpu.ceiling:g},{int(given.memory.ceiling)}"
     if remove_at_end:
         labels[LABEL_RM] = owner.mark() if owned else "-"
-    options = replace(options, limits=limits_of(ready, options), hostname=options.hostname or container[:63])
+    options = replace(
+        options,
+        limits=limits_of(ready, options),
+        hostname=options.hostname or container[:63],
+        init=waiter.install(node.directory),
+    )
     text = options.user or str((ready.config.get("config") or {}).get("User") or "")
     user = accounts.remembered(node.directory, ready.chain, text)
     unified = unified_only()

@@ -1,9 +1,9 @@
 """Ending all that one command started in an environment, whatever it did to hide: sessions, daemons, emptied variables.
 
-A command is put into a control group of its own below its container's, right after it started; what it forks later is
-born there. What it forked before that is known by parentage and by a variable in its environment. All of them are killed
-by pidfd, over and over until none is left; where a control group can be frozen (v1) or killed as a whole (v2,
-cgroup.kill), it is, so that a fork bomb cannot outrun it. Files: cgroup-v1/freezer-subsystem.rst, cgroup-v2.rst, proc(5).
+The parent of an added command is a reaper of its descendants (weenv.environment.waiter), so all that came from it can be
+reached from it by parentage; where it is not (an environment that others made, a reaper that was killed), a variable and
+the session tell. They are killed by pidfd, over and over until none is left; what is born faster than it is killed is
+frozen meanwhile with the rest of its container. Files: cgroup-v1/freezer-subsystem.rst, cgroup-v2.rst, proc(5).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import os
 import signal
 import time
+from collections.abc import Iterator
 
 ROOT = "/sys/fs/cgroup"
 MARKER = "WEENV_EXEC"
@@ -52,27 +53,6 @@ def _below(root: str, path: str) -> str:
     return found if os.path.isdir(found) else ""
 
 
-def enclose(pid: int, group: str, name: str) -> str:
-    """Move a process into a new group below ``group``; its directory, or empty where that does not work.
-
-    Blocking: up to some 20 ms, an RCU grace period of the kernel.
-    """
-    made = os.path.join(group, name)
-    try:
-        os.mkdir(made)
-        _write(os.path.join(made, "cgroup.procs"), str(pid))
-    except OSError:
-        release(made)
-        return ""
-    return made
-
-
-def release(group: str) -> None:
-    """Remove a group, where nothing lives in it any more."""
-    with contextlib.suppress(OSError):
-        os.rmdir(group)
-
-
 def _write(path: str, text: str) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
@@ -108,11 +88,11 @@ def _marked(pid: int, marker: bytes) -> bool:
         return False
 
 
-def family(leader: int, everyone: set[int], marker: str, enclosed: set[int]) -> set[int]:
+def family(leader: int, everyone: set[int], marker: str) -> set[int]:
     """Those of ``everyone`` that came from ``leader``; the dead are left out."""
-    known = {pid: found for pid in everyone | enclosed | {leader} if (found := _stat(pid)) is not None and found[0] not in "ZX"}
+    known = {pid: found for pid in everyone | {leader} if (found := _stat(pid)) is not None and found[0] not in "ZX"}
     text = f"{MARKER}={marker}".encode()
-    chosen = {pid for pid in known if pid == leader or pid in enclosed or known[pid][2] == leader or _marked(pid, text)}
+    chosen = {pid for pid in known if pid == leader or known[pid][2] == leader or _marked(pid, text)}
     grown = True
     while grown:
         more = {pid for pid, (_, parent, _) in known.items() if parent in chosen} - chosen
@@ -130,36 +110,61 @@ def _kill(pid: int) -> None:
             os.close(handle)
 
 
-def end_family(leader: int, first: int, marker: str, group: str, enclosure: str, *, timeout: float = 10.0) -> bool:
+class _Freezer:
+    """Stops all of a container for moments, unless somebody else has stopped it already."""
+
+    def __init__(self, group: str) -> None:
+        old = os.path.join(group, "freezer.state")
+        self._path, self._on, self._off = (
+            (old, "FROZEN", "THAWED") if os.path.exists(old) else (os.path.join(group, "cgroup.freeze"), "1", "0")
+        )
+        try:
+            with open(self._path) as file:
+                self._usable = bool(group) and file.read().strip() == self._off
+        except OSError:
+            self._usable = False
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """For the length of the block."""
+        if not self._usable:
+            yield
+            return
+        try:
+            with contextlib.suppress(OSError):
+                _write(self._path, self._on)
+            yield
+        finally:
+            _write(self._path, self._off)
+
+
+PATIENCE = 5
+"""Rounds of killing before the container is frozen for the next ones."""
+
+
+def end_family(leader: int, first: int, marker: str, *, timeout: float = 10.0) -> bool:
     """Kill what came from ``leader``; ``first`` (the container's first process) is never hit. True: none is left.
 
-    ``group`` is the container's control group (see :func:`group_of`), ``enclosure`` the command's own or empty. Blocking.
+    Blocking. The leader goes last, or those it would have reaped would be lost from its family.
     """
-    freezer = enclosure and os.path.join(enclosure, "freezer.state")
+    try:
+        group = group_of(first)
+    except OSError:
+        return True  # the first process has ended, and with it all others (pid_namespaces(7))
+    freezer = _Freezer(group)
     end = time.monotonic() + timeout
-    calm = 0
+    rounds = 0
     while time.monotonic() < end:
-        if freezer:
-            with contextlib.suppress(OSError):
-                _write(freezer, "FROZEN")
-        if enclosure and not freezer_exists(enclosure):
-            with contextlib.suppress(OSError):
-                _write(os.path.join(enclosure, "cgroup.kill"), "1")
-        victims = family(leader, members(group) if group else set(), marker, members(enclosure) if enclosure else set())
-        victims.discard(first)
-        for pid in victims:
-            _kill(pid)
-        if freezer:
-            with contextlib.suppress(OSError):
-                _write(freezer, "THAWED")
-        # Twice nothing: what was born between the looks of one round shows in the next.
-        calm = 0 if victims else calm + 1
-        if calm == 2:
+        with freezer.hold() if rounds >= PATIENCE else contextlib.nullcontext():
+            victims = family(leader, members(group) if group else _all(), marker) - {first}
+            for pid in victims - {leader} or victims:
+                _kill(pid)
+        if not victims:
             return True
-        time.sleep(0.005 if calm else 0.01)
+        rounds += 1
+        time.sleep(0.002)
     return False
 
 
-def freezer_exists(group: str) -> bool:
-    """Whether a group is one of v1's freezer."""
-    return os.path.exists(os.path.join(group, "freezer.state"))
+def _all() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdigit()}

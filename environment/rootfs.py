@@ -165,6 +165,23 @@ def _make_parents(root: int, path: str, owner: tuple[int, int]) -> None:
         parent = f"{parent}/{name}"
 
 
+def find_program(root: int, name: str, path: str) -> str:
+    """The first regular file called ``name`` in the absolute directories of ``path`` that anybody may execute, or empty."""
+    for folder in path.split(":"):
+        if not folder.startswith("/"):
+            continue
+        candidate = posixpath.join(folder, name)
+        with contextlib.suppress(OSError):
+            found = open_in_root(root, candidate, os.O_PATH)
+            try:
+                status = os.fstat(found)
+            finally:
+                os.close(found)
+            if stat.S_ISREG(status.st_mode) and status.st_mode & 0o111:
+                return candidate
+    return ""
+
+
 def read_account_files(root: int) -> tuple[bytes, bytes]:
     """/etc/passwd and /etc/group, empty where there is none that can be read."""
     from weenv.environment.users import MAX_FILE

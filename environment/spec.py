@@ -35,7 +35,7 @@ READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-tri
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 INIT = "/dev/weenv-init"
-"""Where the waiting first process is seen in an environment: on the container's own /dev, so the image stays as it is."""
+"""Where weenv.environment.waiter's program is seen: on the container's own /dev, so the image stays as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,9 @@ class Options:
     hostname: str = ""
     terminal: bool = False
     init: str = ""
-    """A program of the machine that is to be the first process, in place of the image's command."""
+    """The program of :mod:`weenv.environment.waiter`, shown at INIT, through which commands are added."""
+    waits: bool = False
+    """That program is the first process, in place of the image's command."""
     read_only: bool = False
     new_privileges: bool = True
     """False: programs cannot gain privileges (set-user-id has no effect)."""
@@ -134,7 +136,7 @@ def _capabilities(user: User) -> dict[str, list[str]]:
 
 def process(config: Mapping[str, Any], options: Options, user: User) -> dict[str, Any]:
     """The ``process`` object of a container's first process. Raises WeenvError where there is nothing to run."""
-    args = [INIT] if options.init else command(config, options)
+    args = [INIT] if options.waits else command(config, options)
     if not args or not args[0]:
         raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
     if any("\0" in arg for arg in args):

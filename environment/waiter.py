@@ -1,9 +1,16 @@
-"""The first process of an environment that only waits to be used: a program of some 200 bytes, made here.
+"""The first process of an environment that only waits, and the parent of those added to it: one program, made here.
 
-Environments for ``exec`` need a first process in any image, even one without a shell. This one ignores SIGCHLD, so that
-the kernel reaps what is orphaned (sigaction(2), SA_NOCLDWAIT semantics of SIG_IGN), ends on SIGTERM and SIGINT, and
-otherwise waits. It is shown to the container as one file on its own /dev. ELF: System V gABI chapter 4 and 5; system
-call numbers: arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
+Environments need a first process in any image, even one without a shell, and a command must not be able to hide from
+the end of its time. The program is some 400 bytes and is shown to the container as one file on its own /dev.
+
+Alone, it ignores SIGCHLD, so that the kernel reaps what is orphaned (sigaction(2)), ends with status 0 on SIGTERM and
+SIGINT, and waits. With arguments ``PATH ARG0 ...`` it becomes the reaper of its descendants (prctl(2),
+PR_SET_CHILD_SUBREAPER), runs PATH as a child and ends as that does: with its status, or 128 + n for signal n; 127 and
+126 where it cannot be executed. While it lives, whatever the command forks, sessions and daemons too, has it for an
+ancestor.
+
+ELF: System V gABI, chapters 4 and 5. System call numbers: arch/x86/entry/syscalls/syscall_64.tbl and
+include/uapi/asm-generic/unistd.h. Instructions: Intel SDM volume 2; Arm ARM (DDI 0487) chapter C6.
 """
 
 from __future__ import annotations
@@ -16,63 +23,232 @@ from weenv.core.atomic import write_atomic
 from weenv.core.errors import UnsupportedError
 
 _BASE = 0x400000
-_CODE = 64 + 56
-"""Offset of the code: behind the ELF header and one program header."""
+_HEADERS = 64 + 56
+"""Bytes of the ELF header and of one program header; the code follows."""
 
-_SIGINT, _SIGTERM, _SIGCHLD = 2, 15, 17
+_SIGINT, _SIGQUIT, _SIGTERM, _SIGCHLD, _SIGTSTP = 2, 3, 15, 17, 20
+_SUBREAPER = 36
 _SA_RESTORER = 0x04000000
-_EXIT_STATUS = 0
+
+
+class _Code:
+    """Instructions with labels, which :meth:`link` fills in."""
+
+    def __init__(self) -> None:
+        self.data = bytearray()
+        self.labels: dict[str, int] = {}
+        self.uses: list[tuple[int, str, str]] = []
+
+    def label(self, name: str) -> None:
+        self.labels[name] = len(self.data)
+
+    def use(self, kind: str, name: str, filler: bytes) -> None:
+        self.uses.append((len(self.data), kind, name))
+        self.data += filler
+
+    def align(self, size: int) -> None:
+        self.data += bytes(-(_HEADERS + len(self.data)) % size)
+
+    def link(self) -> bytes:
+        for where, kind, name in self.uses:
+            target = self.labels[name]
+            if kind == "absolute":  # 32 bits of address
+                struct.pack_into("<I", self.data, where, _BASE + _HEADERS + target)
+            elif kind == "relative":  # x86: 32 bits, from the end of the field
+                struct.pack_into("<i", self.data, where, target - where - 4)
+            elif kind == "address":  # x86: the data itself holds a 64 bit address
+                struct.pack_into("<Q", self.data, where, _BASE + _HEADERS + target)
+            else:
+                words, (old,) = (target - where) // 4, struct.unpack_from("<I", self.data, where)
+                field = (words & 0x3FFFFFF) if kind == "b" else (words & 0x7FFFF) << 5
+                struct.pack_into("<I", self.data, where, old | field)
+        return bytes(self.data)
 
 
 def _x86_64() -> tuple[int, bytes]:
-    """(e_machine, code and data)."""
+    """(e_machine, code and data). Registers kept over calls: rbx the stack as it was, r12 the child."""
+    code = _Code()
 
-    def sigaction(signal: int, action: int) -> bytes:
-        # mov eax,13 (rt_sigaction); mov edi,signal; mov esi,action; xor edx,edx; mov r10d,8; syscall
-        return (
-            b"\xb8" + struct.pack("<I", 13) + b"\xbf" + struct.pack("<I", signal) + b"\xbe" + struct.pack("<I", action)
-            + b"\x31\xd2\x41\xba" + struct.pack("<I", 8) + b"\x0f\x05"
-        )  # fmt: skip
+    def emit(text: str) -> None:
+        code.data += bytes.fromhex(text)
 
-    # mov edi,status; mov eax,231 (exit_group); syscall
-    leave = b"\xbf" + struct.pack("<I", _EXIT_STATUS) + b"\xb8" + struct.pack("<I", 231) + b"\x0f\x05"
-    # mov eax,34 (pause); syscall; jmp back to it
-    wait = b"\xb8" + struct.pack("<I", 34) + b"\x0f\x05\xeb\xf7"
-    length = 3 * len(sigaction(0, 0)) + len(wait)
-    handler = _BASE + _CODE + length
-    actions = (_CODE + length + len(leave) + 7) // 8 * 8
-    end, ignore = _BASE + actions, _BASE + actions + 32
-    code = sigaction(_SIGCHLD, ignore) + sigaction(_SIGTERM, end) + sigaction(_SIGINT, end) + wait + leave
+    def number(prefix: str, value: int) -> None:
+        emit(prefix)
+        code.data += struct.pack("<I", value & 0xFFFFFFFF)
+
+    def call(value: int) -> None:
+        number("b8", value)  # mov eax, value
+        emit("0f05")  # syscall
+
+    def jump(opcode: str, name: str) -> None:
+        emit(opcode)
+        code.use("relative", name, bytes(4))
+
+    def sigaction(signal: int, action: str) -> None:
+        number("bf", signal)  # mov edi, signal
+        emit("be")  # mov esi, action
+        code.use("absolute", action, bytes(4))
+        emit("31d2")  # xor edx, edx
+        number("41ba", 8)  # mov r10d, 8
+        call(13)  # rt_sigaction
+
+    emit("4889e3")  # mov rbx, rsp
+    emit("48833b03")  # cmp qword [rbx], 3: argc
+    jump("0f8d", "added")  # jge
+    sigaction(_SIGCHLD, "ignore")
+    sigaction(_SIGTERM, "end")
+    sigaction(_SIGINT, "end")
+    code.label("pause")
+    call(34)  # pause
+    jump("e9", "pause")
+    code.label("handler")
+    emit("31ff")  # xor edi, edi
+    code.label("leave")
+    call(231)  # exit_group
+    code.label("added")
+    number("bf", _SUBREAPER)
+    number("be", 1)  # mov esi, 1
+    emit("31d24531d24531c0")  # xor edx, edx; xor r10d, r10d; xor r8d, r8d
+    call(157)  # prctl
+    call(57)  # fork
+    emit("85c0")  # test eax, eax
+    jump("0f84", "child")  # jz
+    emit("4189c4")  # mov r12d, eax
+    for signal in (_SIGINT, _SIGQUIT, _SIGTSTP):  # those of a terminal are for the command
+        sigaction(signal, "ignore")
+    code.label("reap")
+    emit("48c7c7ffffffff")  # mov rdi, -1
+    emit("488d7424f0")  # lea rsi, [rsp-16]
+    emit("31d24531d2")  # xor edx, edx; xor r10d, r10d
+    call(61)  # wait4
+    emit("4439e0")  # cmp eax, r12d
+    jump("0f85", "reap")  # jne
+    emit("8b7c24f0")  # mov edi, [rsp-16]
+    emit("89f8")  # mov eax, edi
+    emit("83e07f")  # and eax, 0x7f
+    jump("0f84", "exited")  # jz
+    emit("8db880000000")  # lea edi, [rax+128]
+    jump("e9", "leave")
+    code.label("exited")
+    emit("c1ef08")  # shr edi, 8
+    emit("81e7ff000000")  # and edi, 0xff
+    jump("e9", "leave")
+    code.label("child")
+    emit("488b03")  # mov rax, [rbx]: argc
+    emit("488b7b10")  # mov rdi, [rbx+16]: argv[1]
+    emit("488d7318")  # lea rsi, [rbx+24]: argv+2
+    emit("488d54c310")  # lea rdx, [rbx+rax*8+16]: the environment
+    call(59)  # execve
+    number("bf", 127)
+    emit("83f8fe")  # cmp eax, -2: ENOENT
+    jump("0f84", "leave")  # je
+    number("bf", 126)
+    jump("e9", "leave")
     # struct kernel_sigaction: handler, flags, restorer, mask. The handler never returns, so any restorer does.
-    data = struct.pack("<QQQQ", handler, _SA_RESTORER, handler, 0) + struct.pack("<QQQQ", 1, 0, 0, 0)
-    return 62, code.ljust(actions - _CODE, b"\0") + data
+    code.align(8)
+    code.label("end")
+    code.use("address", "handler", bytes(8))
+    code.data += struct.pack("<Q", _SA_RESTORER)
+    code.use("address", "handler", bytes(8))
+    code.data += bytes(8)
+    code.label("ignore")
+    code.data += struct.pack("<QQQQ", 1, 0, 0, 0)
+    return 62, code.link()
 
 
 def _aarch64() -> tuple[int, bytes]:
-    """(e_machine, code and data)."""
+    """(e_machine, code and data). Registers kept over calls: x19 the stack as it was, w20 the child."""
+    code = _Code()
 
-    def move(register: int, value: int) -> bytes:
-        low = struct.pack("<I", 0xD2800000 | (value & 0xFFFF) << 5 | register)  # movz
-        high = struct.pack("<I", 0xF2A00000 | (value >> 16 & 0xFFFF) << 5 | register)  # movk, lsl 16
-        return low + high
+    def word(value: int) -> None:
+        code.data += struct.pack("<I", value)
 
-    call = struct.pack("<I", 0xD4000001)  # svc #0
+    def move(register: int, value: int) -> None:
+        word(0xD2800000 | (value & 0xFFFF) << 5 | register)  # movz
 
-    def sigaction(signal: int, action: int) -> bytes:
-        return move(0, signal) + move(1, action) + move(2, 0) + move(3, 8) + move(8, 134) + call
+    def call(value: int) -> None:
+        move(8, value)
+        word(0xD4000001)  # svc #0
 
-    leave = move(0, _EXIT_STATUS) + move(8, 94) + call
-    # ppoll(NULL, 0, NULL, NULL, 0), for ever
-    poll = b"".join(move(register, 0) for register in range(5)) + move(8, 73) + call
-    wait = poll + struct.pack("<I", 0x14000000 | (-(len(poll) // 4) & 0x3FFFFFF))  # b
-    length = 3 * len(sigaction(0, 0)) + len(wait)
-    handler = _BASE + _CODE + length
-    actions = (_CODE + length + len(leave) + 7) // 8 * 8
-    end, ignore = _BASE + actions, _BASE + actions + 24
-    code = sigaction(_SIGCHLD, ignore) + sigaction(_SIGTERM, end) + sigaction(_SIGINT, end) + wait + leave
+    def jump(kind: str, opcode: int, name: str) -> None:
+        code.use(kind, name, struct.pack("<I", opcode))
+
+    def sigaction(signal: int, action: str) -> None:
+        move(0, signal)
+        word(0x58000041)  # ldr x1, [pc+8]
+        jump("b", 0x14000000, f"after {len(code.data)}")
+        code.use("address", action, bytes(8))
+        code.labels[f"after {len(code.data) - 12}"] = len(code.data)
+        move(2, 0)
+        move(3, 8)
+        call(134)  # rt_sigaction
+
+    word(0x910003F3)  # mov x19, sp
+    word(0xF9400260)  # ldr x0, [x19]: argc
+    word(0xF1000C1F)  # cmp x0, 3
+    jump("conditional", 0x5400000A, "added")  # b.ge
+    sigaction(_SIGCHLD, "ignore")
+    sigaction(_SIGTERM, "end")
+    sigaction(_SIGINT, "end")
+    code.label("pause")
+    for register in range(5):
+        move(register, 0)
+    call(73)  # ppoll
+    jump("b", 0x14000000, "pause")
+    code.label("handler")
+    move(0, 0)
+    code.label("leave")
+    call(94)  # exit_group
+    code.label("added")
+    move(0, _SUBREAPER)
+    move(1, 1)
+    for register in range(2, 5):
+        move(register, 0)
+    call(167)  # prctl
+    move(0, _SIGCHLD)
+    for register in range(1, 5):
+        move(register, 0)
+    call(220)  # clone
+    jump("conditional", 0x34000000, "child")  # cbz w0
+    word(0x2A0003F4)  # mov w20, w0
+    for signal in (_SIGINT, _SIGQUIT, _SIGTSTP):  # those of a terminal are for the command
+        sigaction(signal, "ignore")
+    code.label("reap")
+    word(0x92800000)  # mov x0, -1
+    word(0xD10043E1)  # sub x1, sp, 16
+    move(2, 0)
+    move(3, 0)
+    call(260)  # wait4
+    word(0x6B14001F)  # cmp w0, w20
+    jump("conditional", 0x54000001, "reap")  # b.ne
+    word(0xB85F03E0)  # ldur w0, [sp, -16]
+    word(0x12001801)  # and w1, w0, 0x7f
+    jump("conditional", 0x34000001, "exited")  # cbz w1
+    word(0x11020020)  # add w0, w1, 128
+    jump("b", 0x14000000, "leave")
+    code.label("exited")
+    word(0x53083C00)  # ubfx w0, w0, 8, 8
+    jump("b", 0x14000000, "leave")
+    code.label("child")
+    word(0xF9400263)  # ldr x3, [x19]: argc
+    word(0xF9400A60)  # ldr x0, [x19, 16]: argv[1]
+    word(0x91006261)  # add x1, x19, 24: argv+2
+    word(0x8B030E62)  # add x2, x19, x3, lsl 3
+    word(0x91004042)  # add x2, x2, 16: the environment
+    call(221)  # execve
+    word(0x3100081F)  # cmn w0, 2: ENOENT
+    move(0, 127)
+    jump("conditional", 0x54000000, "leave")  # b.eq
+    move(0, 126)
+    jump("b", 0x14000000, "leave")
     # struct kernel_sigaction without restorer: handler, flags, mask
-    data = struct.pack("<QQQ", handler, 0, 0) + struct.pack("<QQQ", 1, 0, 0)
-    return 183, code.ljust(actions - _CODE, b"\0") + data
+    code.align(8)
+    code.label("end")
+    code.use("address", "handler", bytes(8))
+    code.data += bytes(16)
+    code.label("ignore")
+    code.data += struct.pack("<QQQ", 1, 0, 0)
+    return 183, code.link()
 
 
 _MACHINES = {"x86_64": _x86_64, "aarch64": _aarch64}
@@ -84,12 +260,12 @@ def program(machine: str = "") -> bytes:
     if name not in _MACHINES:
         raise UnsupportedError(f"no waiting process for {name} machines", hint="give a command that waits: sleep infinity")
     number, text = _MACHINES[name]()
-    size = _CODE + len(text)
+    size = _HEADERS + len(text)
     header = struct.pack(
         "<4sBBBBQHHIQQQIHHHHHH",
-        b"\x7fELF", 2, 1, 1, 0, 0, 2, number, 1, _BASE + _CODE, 64, 0, 0, 64, 56, 1, 0, 0, 0,
+        b"\x7fELF", 2, 1, 1, 0, 0, 2, number, 1, _BASE + _HEADERS, 64, 0, 0, 64, 56, 1, 0, 0, 0,
     )  # fmt: skip
-    segment = struct.pack("<IIQQQQQQ", 1, 5, 0, _BASE, _BASE, size, size, 0x1000)
+    segment = struct.pack("<IIQQQQQQ", 1, 5, 0, _BASE, _BASE, size, size, 0x10000)
     return header + segment + text
 
 

@@ -146,12 +146,16 @@ def test_run_gives_streams_and_exit_codes(bench: Bench) -> None:
 
 
 def test_run_takes_options(bench: Bench) -> None:
+    shown = os.path.join(bench.node.home, "shown")
+    os.mkdir(shown, 0o777)
+    open(os.path.join(shown, "file"), "w").close()
+    os.chmod(shown, 0o777)
     out = bench.ok(
-        "run", "--rm", "-e", "A=1", "-e", "B=x=y", "-w", "/work/new", "-u", "ann", "-v", f"{os.path.dirname(bench.plan)}:/mnt/p:ro",
+        "run", "--rm", "-e", "A=1", "-e", "B=x=y", "-w", "/work/new", "-u", "ann", "-v", f"{shown}:/mnt/p:ro",
         "--cpus", "0.5", "--memory", "64m", "--hostname", "box", bench.plan, "--",
-        "sh", "-c", "echo $A $B $HOME; pwd; id -u; id -g; id -G; hostname; ls /mnt/p/plan.yaml; touch /mnt/p/x 2>&1 | head -1",
+        "sh", "-c", "echo $A $B $HOME; pwd; id -u; id -g; id -G; hostname; ls /mnt/p/file; touch /mnt/p/x 2>&1 | head -1",
     ).splitlines()  # fmt: skip
-    assert out[:7] == ["1 x=y /home/ann", "/work/new", "1000", "1001", "1001 50", "box", "/mnt/p/plan.yaml"]
+    assert out[:7] == ["1 x=y /home/ann", "/work/new", "1000", "1001", "1001 50", "box", "/mnt/p/file"]
     assert "Read-only" in out[7]
     both = bench.ok("run", "--rm", "--network", "host", bench.plan, "--", "ls", "/sys/class/net")
     assert sorted(both.split()) == sorted(os.listdir("/sys/class/net"))
@@ -207,8 +211,8 @@ def test_detached_exec_ps_logs_stop_rm(bench: Bench) -> None:
     assert bench.call("logs", "trial-1").returncode == 1
 
 
-def test_a_detached_one_without_command_waits(bench: Bench, store: Store) -> None:
-    name = bench.ok("run", "-d", "--rm", store.lazy("small")).strip()
+def test_a_detached_one_may_only_wait(bench: Bench, store: Store) -> None:
+    name = bench.ok("run", "-d", "--rm", "--idle", store.lazy("small")).strip()
     assert bench.ok("exec", name, "--", "echo", "there") == "there\n"
     assert bench.ok("stop", name).strip() == name
     assert name in bench.ok("rm")
@@ -350,6 +354,9 @@ def test_nothing_leads_out_of_the_root(bench: Bench) -> None:
     outside = "/tmp/escape"
     assert not os.path.exists(outside)
     with bench.start() as env:
+        with pytest.raises(FileError):
+            env.write_file("/testbed/out/pwned", b"inside")
+        env.exec(["mkdir", "/tmp/escape"])
         env.write_file("/testbed/out/pwned", b"inside")  # -> /tmp/escape/pwned of the environment
         assert not os.path.exists(outside)
         assert env.exec(["cat", "/tmp/escape/pwned"]).stdout == b"inside"

@@ -6,6 +6,7 @@ import asyncio
 import os
 import subprocess
 import tarfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -184,3 +185,53 @@ def test_the_layer_unpacks_the_same_without_us(node: Node, refs: list[str], tmp_
         "testbed": (0o2775, 1000, 0), "testbed/code.py": (0o664, 1000, 36), "testbed/pkg": (0o750, 1000, 0),
         "testbed/pkg/.wh.old.py": (0, 0, 0), "testbed/pkg/new.py": (0o644, 1000, 6), "testbed/script": (0o755, 1000, 19),
     }  # fmt: skip
+
+
+def test_a_commit_is_checked_out_and_git_need_not_fetch_the_tree_to_see_that_it_is_clean(
+    node: Node, refs: list[str], store: Store, registry: Registry, tmp_path: Path
+) -> None:
+    target = f"{registry.host}/mutations/history-{node.line}:1"
+    work = tmp_path / "testbed"
+    work.mkdir()
+    environment = {**os.environ, "GIT_CONFIG_NOSYSTEM": "1", "GIT_CONFIG_GLOBAL": "/dev/null"}
+    identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "safe.directory=*")
+
+    def git(*argv: str, where: str = str(work)) -> str:
+        return run("git", *identity, "-C", where, *argv, env=environment).strip()
+
+    git("init", "-q", "-b", "main")
+    for step in range(2):
+        (work / "code.py").write_text(f"version = {step}\n")
+        (work / f"only-{step}").write_text("x")
+        (work / "asset").write_bytes(noise(12 << 20, 77))
+        if step:
+            (work / "only-0").unlink()
+        git("add", "-A")
+        git("commit", "-q", "-m", str(step))
+    for name in ("code.py", "only-1", "asset"):
+        os.utime(work / name, (1_700_000_000, 1_700_000_000))
+    git("update-index", "-q", "--really-refresh")
+    git("repack", "-adq")
+    wanted = git("rev-parse", "HEAD~1")
+    tar = str(tmp_path / "history.tar")
+    run("tar", "--create", "--file", tar, "--owner=0", "--group=0", "--numeric-owner", "-C", str(tmp_path), "testbed")
+    tag = f"history-{node.line}"
+    store.layout.image([store.layout.layer(tar)], tag, WorkingDir="/testbed")
+    run(*tools.weenv(), "convert", f"oci:{store.layout.directory}:{tag}", target, timeout=120, env=dict(os.environ))
+    image, mutator = start(node, plan([refs[0], target], Mutation(git_commit=wanted[:12], directory="/testbed"), name="git"))
+    assert mutator.frames.fetched[1] < 2 << 20, "of 24 MB: frames of the pack that hold the two commits"
+    assert image.layers[-1].ref.size < 4096
+    container = node.containerd.run_detached(image.name, "sleep", "1000", snapshotter=SNAPSHOTTER)
+    try:
+        where = os.path.join(node.rootfs(container, "default"), "testbed")
+        mark = registry.mark()
+        assert git("status", "--porcelain", where=where) == ""
+        assert git("rev-parse", "HEAD", where=where) == wanted
+        assert sum(request.size for request in registry.requests(mark)) < 3 << 20, "the asset was not read"
+        assert sorted(os.listdir(where)) == [".git", "asset", "code.py", "only-0"]
+        with open(os.path.join(where, "asset"), "r+b") as file:
+            file.write(b"changed")
+        assert git("status", "--porcelain", where=where) == "M asset"
+        assert git("fsck", where=where) == ""
+    finally:
+        node.containerd.remove_container(container)

@@ -1,10 +1,10 @@
 """Run by the private environment of :mod:`weenv_testkit.tasks`: bugs by swesmith, kept where a test fails for them.
 
-    python task_generator.py REPOSITORY PACKAGE COUNT SEED WORK > tasks.json
+    python task_generator.py REPOSITORY PACKAGE COUNT SEED WORK TEST... > tasks.json
 
-REPOSITORY is a git work tree, PACKAGE the directory in it that gets the bugs, WORK a scratch directory. One candidate at a
-time per CPU: applied with ``git apply``, its module's tests run in a forked process (where there are such; else all), taken
-back. The same seed and versions give the same tasks.
+REPOSITORY is a git work tree, PACKAGE the directory in it that gets the bugs, WORK a scratch directory, TEST what runs for a
+module that has no tests of its own. Each candidate is applied with ``git apply``, tests run in a forked process, and it is
+taken back. The same seed and versions give the same tasks.
 """
 
 from __future__ import annotations
@@ -73,21 +73,21 @@ def run_tests(copy: str, wanted: list[str], output: str) -> int:
         try:
             import pytest
 
-            code = int(pytest.main(["-x", "-q", "--tb=no", "-rf", "-p", "no:cacheprovider", *wanted]))
+            code = int(pytest.main(["-x", "-q", "--tb=no", "-rf", "--assert=plain", "-p", "no:cacheprovider", *wanted]))
         finally:
             os._exit(code)
     _, status = os.waitpid(pid, 0)
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else -1
 
 
-def check(work: tuple[dict[str, str], str, str]) -> dict | None:
+def check(work: tuple[dict[str, str], str, str, list[str]]) -> dict | None:
     """The candidate with a test that fails for it, or None."""
-    candidate, repository, scratch = work
+    candidate, repository, scratch, tests = work
     copy = os.path.join(scratch, f"copy-{os.getpid()}")
     if not os.path.exists(copy):
         shutil.copytree(repository, copy, symlinks=True)
     own = f"tests/test_{os.path.basename(candidate['file'])}"
-    wanted = [own] if os.path.exists(os.path.join(copy, own)) else ["tests"]
+    wanted = [own] if os.path.exists(os.path.join(copy, own)) else tests
     git = ["git", "-C", copy]
     if subprocess.run([*git, "apply", "-"], input=candidate["patch"], text=True, capture_output=True).returncode:
         return None
@@ -102,14 +102,14 @@ def check(work: tuple[dict[str, str], str, str]) -> dict | None:
         subprocess.run([*git, "checkout", "-q", "."], check=True)
 
 
-def main(repository: str, package: str, count: str, seed: str, scratch: str) -> None:
+def main(repository: str, package: str, count: str, seed: str, scratch: str, *tests: str) -> None:
     import pytest  # noqa: F401  imported once, before the forks
 
     order = candidates(repository, package, int(seed))
     print(f"{len(order)} candidates in {repository}", file=sys.stderr)
     tasks: list[dict] = []
-    with multiprocessing.Pool(len(os.sched_getaffinity(0))) as pool:
-        for task in pool.imap(check, ((candidate, repository, scratch) for candidate in order)):
+    with multiprocessing.Pool(2 * len(os.sched_getaffinity(0))) as pool:
+        for task in pool.imap(check, ((candidate, repository, scratch, list(tests)) for candidate in order)):
             if task is not None:
                 tasks.append(task)
             if len(tasks) == int(count):

@@ -14,12 +14,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from weenv.environment.mutate.gitformat import read_index, write_index
 from weenv_testkit import images, tools
 from weenv_testkit.fetch_tools import TOOLS
 from weenv_testkit.images import MTIME
@@ -33,11 +33,13 @@ SEED = 24
 """swesmith's own default."""
 
 REPOSITORIES = {
-    "boltons": ("boltons==26.2.0", "boltons", 90),
-    "sqlparse": ("sqlparse==0.6.1", "sqlparse", 80),
-    "tinydb": ("tinydb==4.9.0", "tinydb", 40),
+    "boltons": ("boltons==26.2.0", "boltons", 140, ("tests",)),
+    "sqlparse": ("sqlparse==0.6.1", "sqlparse", 40, ("tests/test_parse.py", "tests/test_grouping.py", "tests/test_split.py")),
+    "tinydb": ("tinydb==4.9.0", "tinydb", 30, ("tests/test_queries.py", "tests/test_tables.py", "tests/test_tinydb.py")),
 }
-"""Name -> (source archive, the directory that gets the bugs, tasks). swesmith has a profile of each."""
+"""Name -> (source archive, the directory that gets the bugs, tasks, tests for modules that have none of their own).
+
+swesmith has a profile of each."""
 GENERATOR = (
     "swesmith==0.0.9", "astor", "libcst", "python-dotenv", "unidiff", "pytest==9.0.1", "tree-sitter", "tree-sitter-c",
     "tree-sitter-cpp", "tree-sitter-c-sharp", "tree-sitter-go", "tree-sitter-java", "tree-sitter-javascript", "tree-sitter-php",
@@ -146,7 +148,7 @@ def _make(work: Path) -> None:
     python = str(work / "venv/bin/python")
     run(*_pip(python), "install", *GENERATOR, timeout=600, env=environment)
     rows: list[dict[str, object]] = []
-    for name, (requirement, package, count) in REPOSITORIES.items():
+    for name, (requirement, package, count, tests) in REPOSITORIES.items():
         archives = work / f"sdist-{name}"
         distribution = requirement.partition("==")[0]
         run(
@@ -158,11 +160,12 @@ def _make(work: Path) -> None:
         scratch = work / f"scratch-{name}"
         scratch.mkdir()
         generator = str(Path(__file__).with_name("task_generator.py"))
-        done = subprocess.run(
-            [python, generator, str(repository), package, str(count), str(SEED), str(scratch)],
-            stdout=subprocess.PIPE, check=True, timeout=3600, env={**environment, **_GIT, "PYTHONHASHSEED": "0"},
+        made = json.loads(
+            run(
+                python, generator, str(repository), package, str(count), str(SEED), str(scratch), *tests, timeout=3600,
+                env={**environment, **_GIT, "PYTHONHASHSEED": "0"},
+            )
         )  # fmt: skip
-        made = json.loads(done.stdout)
         rows += [{"id": f"{name}-{number:03d}", "repo": name, **row} for number, row in enumerate(made)]
         _tar(out / f"repo-{name}.tar", repository, "testbed")
     for name, packages in (("evaluator", EVALUATOR), ("harness-pip", (HARNESSES["pip"],))):
@@ -203,6 +206,14 @@ def _repository(archive: Path, target: Path) -> None:
     run(*git, "commit", "-q", "-m", archive.name, env=environment)
     run(*git, "-c", "pack.threads=1", "repack", "-adq", env=environment)
     run(*git, "update-index", "-q", "--really-refresh", env=environment)
+    _index(target)
+
+
+def _index(target: Path) -> None:
+    """Take out of the index what it says of this machine: inode numbers, change times."""
+    path = target / ".git/index"
+    entries = read_index(path.read_bytes(), 20).values()
+    path.write_bytes(write_index((e.stat(mtime=MTIME, mtime_ns=0, uid=0, gid=0, size=e.size) for e in entries), 20))
 
 
 def _settle(target: Path) -> None:

@@ -28,8 +28,7 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from weenv.environment import lifecycle
-from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes
-from weenv.environment.images import prepare
+from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes, run_mutations
 from weenv.environment.model import Plan
 from weenv.environment.node import Node, NodeConfig, load
 from weenv.environment.rootfs import open_process_root, read_account_files, read_file, write_file
@@ -78,7 +77,6 @@ class AsyncEnvironment:
         settings = config or load()
         node = Node(settings)
         try:
-            ready = await prepare(plan, node)
             options = Options(
                 args=tuple(command or ()),
                 env=dict(env or {}),
@@ -89,7 +87,8 @@ class AsyncEnvironment:
                 network=network or settings.run.network,
                 waits=not command,
             )
-            made = await lifecycle.start(node, ready, options, name=name, remove_at_end=not keep)
+            ready, made = await lifecycle.begin(node, plan, lambda _: options, name=name, remove_at_end=not keep)
+            await run_mutations(node, made, ready)
         except BaseException:
             await node.close()
             raise

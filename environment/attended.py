@@ -13,8 +13,8 @@ from typing import Any
 
 from weenv.core.errors import WeenvError
 from weenv.environment import lifecycle
-from weenv.environment.images import Ready, prepare
 from weenv.environment.node import Node
+from weenv.environment.recall import Ready
 from weenv.environment.spec import Options, command
 from weenv.environment.stdio import CHUNK, Streams
 from weenv.plugin.containerd.client import ContainerdError
@@ -62,23 +62,20 @@ def _write(fd: int, data: bytes) -> None:
             select.select([], [fd], [])
 
 
-def _run_mutations(ready: Ready) -> list[tuple[tuple[str, ...], str]]:
-    plan = ready.plan
-    return [(item.run, item.directory) for item in plan.mutations if item.run] if plan is not None else []
-
-
 async def detached(node: Node, wanted: Wanted) -> str:
     """Start and leave it; its id."""
-    ready = await prepare(wanted.target, node)
-    options = wanted.options
-    config = ready.config.get("config") or {}
-    runs = _run_mutations(ready)
-    if wanted.idle or runs or not command(config, options):
-        options = replace(options, waits=True)
-    made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove, owned=False)
-    if runs:
-        await _mutate(node, made, runs)
-    await lifecycle.sweep(node)
+
+    def choose(ready: Ready) -> Options:
+        waits = wanted.idle or bool(ready.runs) or not command(ready.config.get("config") or {}, wanted.options)
+        return replace(wanted.options, waits=waits)
+
+    how: dict[str, Any] = {"name": wanted.name, "remove_at_end": wanted.remove, "owned": False}
+    ready, made = await lifecycle.begin(node, wanted.target, choose, **how)
+    if ready.runs:
+        from weenv.environment.exec import run_mutations
+
+        await run_mutations(node, made, ready)
+    await _sweep(node)
     return made.container.id
 
 
@@ -94,38 +91,46 @@ async def attached(node: Node, wanted: Wanted) -> int:
 
 
 async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
-    ready = await prepare(wanted.target, node)
-    options = wanted.options
-    runs = _run_mutations(ready)
-    if wanted.init or runs:
-        return await _beside(node, wanted, ready, runs)
     streams: list[Streams] = []
 
     def connect(home: str) -> Streams:
-        made = Streams(home, stdout=write_out, stderr=write_err, stdin=wanted.interactive, terminal=options.terminal, keep=True)
+        made = Streams(
+            home, stdout=write_out, stderr=write_err, stdin=wanted.interactive, terminal=wanted.options.terminal, keep=True
+        )
         streams.append(made)
         return made
 
-    with _terminal(options.terminal) as size:
-        made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove, streams=connect)
+    def choose(ready: Ready) -> Options:
+        # With commands of the plan's own to run first, or where it is asked for, the command is added to a waiting process.
+        beside = wanted.init or bool(ready.runs)
+        return replace(wanted.options, waits=True, terminal=False) if beside else wanted.options
+
+    def where(ready: Ready) -> Callable[[str], Streams] | None:
+        return None if wanted.init or ready.runs else connect
+
+    with _terminal(wanted.options.terminal) as size:
+        ready, made = await lifecycle.begin(
+            node, wanted.target, choose, name=wanted.name, remove_at_end=wanted.remove, streams=where, made=signals.aim
+        )
+        if not streams:
+            return await _beside(node, wanted, ready, made)
         container = made.container.id
-        signals.container = container
         ended = False
         try:
             async with _helpers() as helpers:
                 if wanted.interactive:
-                    helpers.append(asyncio.ensure_future(_feed(node, container, "", streams[0])))
+                    helpers.append(asyncio.ensure_future(_feed(node, container, "", streams[-1])))
                 if size is not None:
                     helpers.append(asyncio.ensure_future(_follow_size(node, container, "", size)))
                 helpers.append(asyncio.ensure_future(_sweep(node)))
                 status = (await lifecycle.wait(node, container)).status
                 ended = True
-                await streams[0].drain()
+                await streams[-1].drain()
         finally:
-            streams[0].close()
+            streams[-1].close()
             if wanted.remove:
                 await asyncio.shield(lifecycle.remove(node, container, ended=ended))
-    for reader in streams[0].readers:
+    for reader in streams[-1].readers:
         if reader.error is not None:
             raise reader.error
     return status
@@ -136,38 +141,21 @@ async def _sweep(node: Node) -> None:
         await lifecycle.sweep(node)
 
 
-async def _beside(node: Node, wanted: Wanted, ready: Ready, runs: list[tuple[tuple[str, ...], str]]) -> int:
+async def _beside(node: Node, wanted: Wanted, ready: Ready, made: lifecycle.Started) -> int:
     """The command beside a waiting first process, after the plan's own commands."""
-    args = tuple(command(ready.config.get("config") or {}, wanted.options))
-    if not args:
-        raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
-    options = replace(wanted.options, waits=True, terminal=False)
-    made = await lifecycle.start(node, ready, options, name=wanted.name, remove_at_end=wanted.remove)
+    from weenv.environment.exec import run_mutations
+
     try:
-        await _mutate(node, made, runs)
+        args = tuple(command(ready.config.get("config") or {}, wanted.options))
+        if not args:
+            raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
+        await run_mutations(node, made, ready)
         return await added(node, made.container.id, args, interactive=wanted.interactive, terminal=wanted.options.terminal)
     finally:
         if wanted.remove:
             await asyncio.shield(lifecycle.remove(node, made.container.id))
         else:
             await lifecycle.stop(node, made.container.id, grace=0)
-
-
-async def _mutate(node: Node, made: lifecycle.Started, runs: list[tuple[tuple[str, ...], str]]) -> None:
-    """The plan's ``run`` mutations. Raises WeenvError, and removes the environment, where one fails."""
-    from weenv.environment.exec import Command, execute
-
-    try:
-        for args, directory in runs:
-            result = await execute(node, made.container, made.pid, Command(args, {}, directory))
-            if result.exit_code:
-                text = (result.stderr or result.stdout).decode("utf-8", "replace").strip().splitlines()
-                raise WeenvError(
-                    f"the plan's command {' '.join(args)[:100]!r} ended with {result.exit_code}: {(text or [''])[-1][:300]}"
-                )
-    except BaseException:
-        await asyncio.shield(lifecycle.remove(node, made.container.id))
-        raise
 
 
 async def executed(node: Node, *arguments: Any, **options: Any) -> int:
@@ -269,6 +257,10 @@ class _Signals:
         for task in self._sent:
             task.cancel()
         await asyncio.gather(*self._sent, return_exceptions=True)
+
+    def aim(self, container: str) -> None:
+        """From now on they go there."""
+        self.container = container
 
     def _come(self, number: int) -> None:
         self.caught.append(number)

@@ -10,9 +10,18 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from weenv.core.errors import WeenvError
-from weenv.environment.lifecycle import NoSuchEnvironment, StartError, base_process, patiently, start_error
+from weenv.environment.lifecycle import (
+    NoSuchEnvironment,
+    Started,
+    StartError,
+    base_process,
+    patiently,
+    remove,
+    start_error,
+)
 from weenv.environment.node import Node
 from weenv.environment.processes import MARKER, end_family
+from weenv.environment.recall import Ready
 from weenv.environment.rootfs import FileError, find_program, open_process_root
 from weenv.environment.spec import DEFAULT_PATH, INIT, added_process
 from weenv.environment.stdio import Collected, Sink, Streams
@@ -219,3 +228,18 @@ def feed_bytes(data: bytes) -> Feed:
         await write(data)
 
     return feed
+
+
+async def run_mutations(node: Node, made: Started, ready: Ready) -> None:
+    """The commands that a plan has for its environment. Where one fails that is removed, and WeenvError raised."""
+    try:
+        for args, directory in ready.runs:
+            result = await execute(node, made.container, made.pid, Command(args, {}, directory))
+            if result.exit_code:
+                text = (result.stderr or result.stdout).decode("utf-8", "replace").strip().splitlines()
+                raise WeenvError(
+                    f"the plan's command {' '.join(args)[:100]!r} ended with {result.exit_code}: {(text or [''])[-1][:300]}"
+                )
+    except BaseException:
+        await asyncio.shield(remove(node, made.container.id))
+        raise

@@ -7,32 +7,23 @@ where the groups are known.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
 from weenv.core.digest import chain_id, is_digest, verify
 from weenv.core.errors import FormatError, WeenvError
+from weenv.environment import recall
 from weenv.environment.model import GroupUse, Plan
 from weenv.environment.node import Node
+from weenv.environment.recall import Ready
 from weenv.plugin.containerd.client import ContainerdError
-
-if TYPE_CHECKING:
-    from weenv.environment.compose import Composed
 
 _DOCUMENT = 4 << 20
 """Bytes of a manifest or config read from containerd."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ready:
-    """An image that can be started: its name in containerd, its config, the chainID of its top snapshot."""
-
-    name: str
-    config: dict[str, Any]
-    chain: str
-    plan: Plan | None = None
+_MAX_PLAN = 64 << 20
 
 
 def is_plan_file(text: str) -> bool:
@@ -40,21 +31,39 @@ def is_plan_file(text: str) -> bool:
     return text.endswith((".yaml", ".yml", ".json")) or (text.startswith(("/", "./", "../")) and os.path.isfile(text))
 
 
-async def prepare(target: Plan | str, node: Node) -> Ready:
-    """Make ``target`` startable. Raises PlanError, BadReference, SourceError, NotLazyError, ContainerdError."""
-    if isinstance(target, Plan):
-        return await _composed(target, node)
-    if is_plan_file(target):
-        from weenv.environment.plan import load_plan
+async def prepare(target: Plan | str, node: Node, *, fresh: bool = False) -> Ready:
+    """Make ``target`` startable; ``fresh``: not from memory (see weenv.environment.recall).
 
-        return await _composed(load_plan(target), node)
+    Raises PlanError, BadReference, SourceError, NotLazyError, ContainerdError.
+    """
+    if isinstance(target, Plan):
+        return (await _composed(target, node))[0]
+    if is_plan_file(target):
+        return await _from_file(target, node, fresh)
     try:
         return await _known(target, node)
     except ContainerdError as error:
         if error.code != "NOT_FOUND":
             raise
     name = target.rpartition("/")[2].partition("@")[0].partition(":")[0].lower() or "image"
-    return await _composed(Plan(name, (GroupUse(target),)), node)
+    return (await _composed(Plan(name, (GroupUse(target),)), node))[0]
+
+
+async def _from_file(path: str, node: Node, fresh: bool) -> Ready:
+    with open(path, "rb") as file:  # noqa: ASYNC230 - a local file, read before anything else is going on
+        text = file.read(_MAX_PLAN + 1)
+    directory = os.path.join(node.directory, "plans")
+    name = recall.key(text, path, node.config.tables, node.run.namespace, node.run.snapshotter)
+    known = recall.recall(directory, name) if name and not fresh else None
+    if known is not None:
+        return known
+    from weenv.environment.plan import parse_plan
+
+    ready, until = await _composed(parse_plan(text, path), node)
+    if name and until is not None:
+        with contextlib.suppress(OSError):
+            recall.remember(directory, name, ready, until)
+    return ready
 
 
 async def _known(name: str, node: Node) -> Ready:
@@ -92,29 +101,30 @@ async def _read(node: Node, digest: str) -> dict[str, Any]:
     return value
 
 
-async def _composed(plan: Plan, node: Node) -> Ready:
-    from weenv.environment.compose import register
-
-    image = await _compose(plan, node)
-    await register(image, node.namespace, snapshotter=node.run.snapshotter)
-    return Ready(image.name, json.loads(image.config), image.chain, plan)
-
-
-async def _compose(plan: Plan, node: Node) -> Composed:
+async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None]:
+    """The plan's image, and until when (0: for ever, None: not at all) it would be the same if it were asked for again."""
     from weenv.core.errors import StorageError
     from weenv.environment.build import compose
+    from weenv.environment.compose import register
     from weenv.plugin.snapshotter.config import registry_config
     from weenv.registry.client import RegistryClient
     from weenv.registry.groupref.cache import MappingCache
     from weenv.registry.groupref.resolve import Resolver, node_policy
 
     policy = node_policy(node.config.tables)
+    begin = time.time()
     try:
         cache = MappingCache(os.path.join(node.config.root, "mapping.db"))
     except StorageError:
         cache = MappingCache()
     try:
         async with RegistryClient(registry_config(node.config.tables)) as client:
-            return await compose(plan, resolver=Resolver(client, cache, policy=policy), root=node.config.root)
+            resolver = Resolver(client, cache, policy=policy)
+            image = await compose(plan, resolver=resolver, root=node.config.root)
+            pinned = all("@" in use.ref for use in plan.groups)
+            until = None if resolver.stale else 0.0 if pinned else begin + resolver.max_age
     finally:
         cache.close()
+    await register(image, node.namespace, snapshotter=node.run.snapshotter)
+    runs = tuple((item.run, item.directory) for item in plan.mutations if item.run)
+    return Ready(image.name, json.loads(image.config), image.chain, plan.name, plan.resources, runs), until

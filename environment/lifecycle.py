@@ -21,13 +21,15 @@ import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from weenv.core.errors import WeenvError
 from weenv.environment import accounts, owner, waiter
-from weenv.environment.images import Ready
+from weenv.environment.images import prepare
+from weenv.environment.model import Plan
 from weenv.environment.node import Node
 from weenv.environment.processes import accounts_swap, unified_only
+from weenv.environment.recall import Ready
 from weenv.environment.spec import Limits, Options, build_spec
 from weenv.environment.stdio import Streams
 from weenv.environment.users import User
@@ -111,13 +113,30 @@ def new_id(name: str) -> str:
 def limits_of(ready: Ready, options: Options) -> Limits:
     """What is asked for, else what the plan gives at the start."""
     asked = options.limits
-    given = ready.plan.resources if ready.plan is not None else None
+    given = ready.resources
     return Limits(
-        asked.cpus or (given.cpu.start or given.cpu.ceiling if given else 0.0),
-        asked.memory or (int(given.memory.start or given.memory.ceiling) if given else 0),
-        asked.pids or (given.pids if given else 0),
+        asked.cpus or given.cpu.start or given.cpu.ceiling,
+        asked.memory or int(given.memory.start or given.memory.ceiling),
+        asked.pids or given.pids,
         accounts_swap(),
     )
+
+
+async def begin(
+    node: Node,
+    target: Plan | str,
+    choose: Callable[[Ready], Options],
+    **how: Any,
+) -> tuple[Ready, Started]:
+    """Make ``target`` startable and start it with ``choose(ready)``; the rest is :func:`start`'s. Raises WeenvError."""
+    ready = await prepare(target, node)
+    try:
+        return ready, await start(node, ready, choose(ready), **how)
+    except ContainerdError as error:
+        if not ready.recalled or error.code != "NOT_FOUND":
+            raise
+    ready = await prepare(target, node, fresh=True)
+    return ready, await start(node, ready, choose(ready), **how)
 
 
 async def start(
@@ -128,17 +147,18 @@ async def start(
     name: str = "",
     remove_at_end: bool = False,
     owned: bool = True,
-    streams: Callable[[str], Streams] | None = None,
+    streams: Callable[[Ready], Callable[[str], Streams] | None] | None = None,
+    made: Callable[[str], None] | None = None,
 ) -> Started:
-    """Make and start an environment. What it writes goes to ``streams(home)``, or into two files where there are none.
+    """Make and start an environment. What it writes goes to the ``streams`` made in its directory, or
+    into two files where there are none.
 
     ``owned``: this process removes it, see :func:`sweep`. Whatever fails, nothing is left. Raises WeenvError.
     """
-    container = name or new_id(ready.plan.name if ready.plan is not None else ready.name.rpartition("/")[2].partition(":")[0])
-    labels = {LABEL: ready.plan.name if ready.plan is not None else ready.name}
-    if ready.plan is not None:
-        given = ready.plan.resources
-        labels[LABEL_CEILING] = f"{given.cpu.ceiling:g},{int(given.memory.ceiling)}"
+    container = name or new_id(ready.plan or ready.name.rpartition("/")[2].partition(":")[0])
+    labels = {LABEL: ready.plan or ready.name}
+    if ready.plan:
+        labels[LABEL_CEILING] = f"{ready.resources.cpu.ceiling:g},{int(ready.resources.memory.ceiling)}"
     if remove_at_end:
         labels[LABEL_RM] = owner.mark() if owned else "-"
     options = replace(
@@ -155,9 +175,9 @@ async def start(
         spec = build_spec(ready.config, options, who, cgroup=node.cgroup(container), unified=unified)
         return Container(container, ready.name, spec, node.run.snapshotter, container, labels, node.run.shim, node.run.binary)
 
-    made = record(user or User())
+    entry = record(user or User())
     try:
-        await node.containers.create(made)
+        await node.containers.create(entry)
     except ContainerdError as error:
         if error.code == "ALREADY_EXISTS":
             raise WeenvError(f"there is an environment {container!r} already", hint=f"weenv rm {container}") from error
@@ -167,17 +187,20 @@ async def start(
         mounts = await node.snapshots.prepare(container, ready.chain)
         if user is None:
             user = await asyncio.to_thread(_look_up, node, ready, text, mounts)
-            made = record(user)
-            await node.containers.update(made, "spec")
+            entry = record(user)
+            await node.containers.update(entry, "spec")
         home = node.home(container)
         os.makedirs(home, mode=0o700, exist_ok=True)
-        if streams is not None:
-            opened = streams(home)
+        connect = streams(ready) if streams is not None else None
+        if connect is not None:
+            opened = connect(home)
             stdio = opened.stdio
         else:
             stdio = _log_files(home)
         try:
             pid = await node.tasks.create(container, mounts, stdio, binary=node.run.binary)
+            if made is not None:
+                made(container)
             await node.tasks.start(container)
         except ContainerdError as error:
             raise start_error(error) from error
@@ -186,7 +209,7 @@ async def start(
             opened.close()
         await asyncio.shield(remove(node, container))
         raise
-    return Started(made, pid)
+    return Started(entry, pid)
 
 
 def _look_up(node: Node, ready: Ready, text: str, mounts: list[Mount]) -> User:

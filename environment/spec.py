@@ -143,7 +143,7 @@ def process(config: Mapping[str, Any], options: Options, user: User) -> dict[str
         raise FormatError("an argument has a zero byte in it")
     check_variables(options.env)
     cwd = options.cwd or str(config.get("WorkingDir") or "") or "/"
-    if not cwd.startswith("/"):
+    if not cwd.startswith("/") or "\0" in cwd:
         raise FormatError(f"the working directory must be absolute, not {cwd[:200]!r}")
     made: dict[str, Any] = {
         "terminal": options.terminal,
@@ -183,7 +183,7 @@ def added_process(
     """The ``process`` object of one more process, from that of the first (``base``). Raises FormatError."""
     if not args or not args[0] or any("\0" in arg for arg in args):
         raise FormatError("there is no command, or one with a zero byte in it")
-    if cwd and not cwd.startswith("/"):
+    if cwd and (not cwd.startswith("/") or "\0" in cwd):
         raise FormatError(f"the working directory must be absolute, not {cwd[:200]!r}")
     check_variables(env)
     made = dict(base)

@@ -23,7 +23,7 @@ from weenv.environment.rootfs import FileError
 from weenv_testkit import tools
 from weenv_testkit.images import Member, write_tar
 from weenv_testkit.node import SNAPSHOTTER, Node
-from weenv_testkit.procs import Failed, pids, run, wait_until
+from weenv_testkit.procs import Failed, processes_of, run, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
@@ -418,8 +418,6 @@ def test_restart_of_containerd_during_a_run(bench: Bench) -> None:
 
 
 def test_fifty_started_and_removed_leave_nothing(bench: Bench) -> None:
-    before = len(pids())
-
     async def one(gate: asyncio.Semaphore) -> None:
         async with gate, await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded) as env:
             assert (await env.exec(["cat", "code"])).stdout == b"code\n"
@@ -430,7 +428,8 @@ def test_fifty_started_and_removed_leave_nothing(bench: Bench) -> None:
 
     asyncio.run(go())
     assert bench.left() == {}
-    wait_until("the shims to end", lambda: len(pids()) <= before + 8, 20)
+    home = bench.node.containerd.home
+    wait_until("the shims to end", lambda: not [c for c in processes_of(home).values() if "containerd-shim" in c], 20)
 
 
 def test_a_plan_composed_is_known_to_the_next(bench: Bench, registry: Registry) -> None:

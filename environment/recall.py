@@ -1,0 +1,103 @@
+"""What a plan's file became last time, so that starting it again needs neither YAML, nor the registry client, nor numpy.
+
+An entry is found by the file's bytes, its place, the configuration and this version; it holds as long as the tags behind
+it would be believed (for ever where all groups are pinned by digest). Plans that read other files, and nodes with a
+signature policy, are not remembered: their answer may change while the plan's file does not. Whether containerd still has
+the snapshots is not asked: Prepare says so, and then the plan is composed anew. One small JSON file per plan below
+``<root>/environments/plans``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from weenv import __version__
+from weenv.core.atomic import write_atomic
+from weenv.environment.model import Amount, Resources
+
+KEEP = 1000
+"""Plans remembered; the oldest go."""
+_MAX = 4 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """An image that can be started.
+
+    ``name`` in containerd, the image config, the chainID of the top snapshot, and what the plan says besides (``plan`` is
+    its name, empty for an image; ``runs`` its commands with the directories they run in). ``recalled``: from memory.
+    """
+
+    name: str
+    config: dict[str, Any]
+    chain: str
+    plan: str = ""
+    resources: Resources = field(default_factory=Resources)
+    runs: tuple[tuple[tuple[str, ...], str], ...] = ()
+    recalled: bool = False
+
+
+def key(text: bytes, path: str, tables: dict[str, Any], namespace: str, snapshotter: str) -> str:
+    """The name of an entry, or empty for a plan that is not remembered."""
+    if b"file:" in text or b'file"' in text or "policy" in tables:
+        return ""
+    about = json.dumps([os.path.abspath(path), tables, namespace, snapshotter, __version__], sort_keys=True, default=str)
+    return hashlib.sha256(about.encode() + b"\0" + text).hexdigest()
+
+
+def recall(directory: str, name: str) -> Ready | None:
+    """What is remembered, or None."""
+    try:
+        with open(os.path.join(directory, name), "rb") as file:
+            row = json.loads(file.read(_MAX))
+        if row["until"] and not 0 <= row["until"] - time.time() < 3600:
+            return None
+        cpu, memory, pids = row["resources"]
+        return Ready(
+            str(row["name"]),
+            dict(row["config"]),
+            str(row["chain"]),
+            str(row["plan"]),
+            Resources(Amount(*cpu), Amount(*memory), int(pids)),
+            tuple((tuple(args), str(where)) for args, where in row["runs"]),
+            True,
+        )
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def remember(directory: str, name: str, ready: Ready, until: float) -> None:
+    """Keep it until a time (seconds since 1970), 0: for ever. Raises OSError."""
+    given = ready.resources
+    row = {
+        "until": until,
+        "name": ready.name,
+        "config": ready.config,
+        "chain": ready.chain,
+        "plan": ready.plan,
+        "resources": [[given.cpu.start, given.cpu.ceiling], [given.memory.start, given.memory.ceiling], given.pids],
+        "runs": [[list(args), where] for args, where in ready.runs],
+    }
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    write_atomic(os.path.join(directory, name), json.dumps(row).encode(), durable=False)
+    _trim(directory)
+
+
+def forget(directory: str, name: str) -> None:
+    """It turned out wrong."""
+    try:
+        os.unlink(os.path.join(directory, name))
+    except FileNotFoundError:
+        return
+
+
+def _trim(directory: str) -> None:
+    with os.scandir(directory) as entries:
+        found = [(entry.stat().st_mtime, entry.path) for entry in entries if len(entry.name) == 64]
+    for _, path in sorted(found)[: max(0, len(found) - KEEP)]:
+        forget(directory, os.path.basename(path))

@@ -37,6 +37,13 @@ class _Stderr(logging.Handler):
         """No lock: see above."""
         self.lock = None
 
+    def handle(self, record: logging.LogRecord) -> bool:
+        """Filter and write; the base class takes the lock that is not there (from Python 3.13 on without looking)."""
+        wanted = self.filter(record)
+        if wanted:
+            self.emit(wanted if isinstance(wanted, logging.LogRecord) else record)
+        return bool(wanted)
+
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line; a log that is gone is no error."""
         with contextlib.suppress(OSError):

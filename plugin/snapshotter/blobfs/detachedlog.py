@@ -39,10 +39,10 @@ class _Stderr(logging.Handler):
 
     def handle(self, record: logging.LogRecord) -> bool:
         """Filter and write; the base class takes the lock that is not there (from Python 3.13 on without looking)."""
-        wanted = self.filter(record)
+        wanted = bool(self.filter(record))
         if wanted:
-            self.emit(wanted if isinstance(wanted, logging.LogRecord) else record)
-        return bool(wanted)
+            self.emit(record)
+        return wanted
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line; a log that is gone is no error."""

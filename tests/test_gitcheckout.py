@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import subprocess
 import tarfile
 from io import BytesIO
@@ -101,15 +102,41 @@ class History:
             archive.add(self.path, "testbed", filter=owned)
         return out.getvalue()
 
+    def copy(self, target: Path) -> History:
+        """The same repository elsewhere."""
+        other = object.__new__(History)
+        other.path, other.commits = target, self.commits
+        shutil.copytree(self.path, target, symlinks=True)
+        return other
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, History]:
+    """Repositories that are made once."""
+    return {}
+
+
+def original(originals: dict[str, History], kind: str, factory: pytest.TempPathFactory) -> History:
+    if kind not in originals:
+        made = History(factory.mktemp("git") / kind, *(("--object-format=sha256",) if kind == "sha256" else ()))
+        if kind != "loose":
+            git(made.path, "repack", "-adq", "--depth=50")
+            git(made.path, "pack-refs", "--all")
+            assert not list((made.path / ".git/objects").glob("??/*"))
+        originals[kind] = made
+    return originals[kind]
+
 
 @pytest.fixture(params=["loose", "packed", "sha256"])
-def history(request: pytest.FixtureRequest, tmp_path: Path) -> History:
-    made = History(tmp_path / "repo", *(("--object-format=sha256",) if request.param == "sha256" else ()))
-    if request.param != "loose":
-        git(made.path, "repack", "-adq", "--depth=50")
-        git(made.path, "pack-refs", "--all")
-        assert not list((made.path / ".git/objects").glob("??/*"))
-    return made
+def history(
+    request: pytest.FixtureRequest, originals: dict[str, History], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path
+) -> History:
+    return original(originals, request.param, tmp_path_factory).copy(tmp_path / "repo")
+
+
+@pytest.fixture
+def loose(originals: dict[str, History], tmp_path_factory: pytest.TempPathFactory, tmp_path: Path) -> History:
+    return original(originals, "loose", tmp_path_factory).copy(tmp_path / "repo")
 
 
 async def mutated(history: History, root: Path, *mutations: Mutation) -> tuple[Tree, Mutator]:
@@ -191,8 +218,8 @@ async def test_git_status_need_not_read_a_file_and_sees_what_changes_later(histo
     assert "+#!/bin/zh" in git(patched, "diff")
 
 
-async def test_only_what_differs_is_fetched(tmp_path: Path) -> None:
-    history = History(tmp_path / "repo")
+async def test_only_what_differs_is_fetched(loose: History, tmp_path: Path) -> None:
+    history = loose
     for number in range(40):
         (history.path / f"data{number}").write_bytes(random.Random(number).randbytes(100_000))
     git(history.path, "add", "-A")
@@ -215,8 +242,8 @@ async def test_only_what_differs_is_fetched(tmp_path: Path) -> None:
         ("alternates", "borrows"), ("damaged", "damaged"),
     ],
 )  # fmt: skip
-async def test_what_cannot_be_checked_out_is_said(tmp_path: Path, change: str, text: str) -> None:
-    history = History(tmp_path / "repo")
+async def test_what_cannot_be_checked_out_is_said(loose: History, tmp_path: Path, change: str, text: str) -> None:
+    history = loose
     to = history.commits[0]
     repo = history.path
     if change == "local":

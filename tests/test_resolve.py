@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+from aiohttp import web
 from conformance.snapshots import Direct, lowers_of
 from simulator.containerd import Containerd, Layer, PulledImage
 from simulator.plane import TreePlane
@@ -21,6 +22,7 @@ from weenv.core import digest as digests
 from weenv.core.aio import Background
 from weenv.core.errors import MountError
 from weenv.layer.encode import encode_layer
+from weenv.plugin.snapshotter import resolve
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.layers import Layers
@@ -487,3 +489,26 @@ def test_every_error_has_a_reason_and_every_reason_a_text() -> None:
 def test_the_images_of_these_tests_are_tar_files(tmp_path: object) -> None:
     path = write_tar(f"{tmp_path}/x.tar", [Member("f", b"x")])
     assert tarfile.is_tarfile(path)
+
+
+@pytest.mark.parametrize(("large", "together"), [(16 << 20, 6), (0, 1)])
+async def test_large_tails_are_held_one_at_a_time(
+    root: str, registry: SimulatedRegistry, images: Images, monkeypatch: pytest.MonkeyPatch, large: int, together: int
+) -> None:
+    """An image of a hundred layers that each claim half a gigabyte of tail must not take fifty of memory."""
+    monkeypatch.setattr(resolve, "_LARGE_TAIL", large)
+    now, most = 0, 0
+
+    async def counted(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> web.StreamResponse:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.2)
+        now -= 1
+        headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(blob)}"}
+        return web.Response(status=206, body=blob[start:end], headers=headers)
+
+    registry.script.extend([counted] * 6)
+    async with node(root, registry) as n:
+        assert await n.containerd.namespace("default").pull(images.image([images.file(name) for name in "abcdef"])) == []
+    assert most == together

@@ -85,6 +85,8 @@ _TOLD = 60.0
 _TOLD_UNNAMED = 5.0
 """Seconds for which further layers of an image that is not lazy are its consequence, and no news."""
 _HASH_INLINE = 256 << 10
+_LARGE_TAIL = 16 << 20
+"""Bytes of a tail (some 900 000 files) from which on only one is held in memory at a time, however many layers claim one."""
 
 
 class _WrongLayer(VerificationError):
@@ -159,6 +161,7 @@ class Resolver:
         self._told: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._planning: SingleFlight[tuple[str, str], Plan | None] = SingleFlight()
         self._making: SingleFlight[str, LayerFacts] = SingleFlight()
+        self._large = asyncio.Semaphore(1)
 
     @contextlib.asynccontextmanager
     async def resolve(
@@ -242,12 +245,15 @@ class Resolver:
                 )
             dirs.add_origins(descriptor.digest, origins)
         else:
-            tail = await self._fetch_tail(descriptor, origins)
-            source = LayerSource(
-                descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest,
-                origins,
-            )  # fmt: skip
-            await asyncio.to_thread(dirs.create, source, tail)
+            large = descriptor.toc_length > _LARGE_TAIL
+            async with self._large if large else contextlib.nullcontext():
+                tail = await self._fetch_tail(descriptor, origins)
+                source = LayerSource(
+                    descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest,
+                    origins,
+                )  # fmt: skip
+                await asyncio.to_thread(dirs.create, source, tail)
+                del tail
             self._metrics.resolve_seconds.labels(stage="tail").observe(time.perf_counter() - begin)
         begin = time.perf_counter()
         facts = await self.layers.plane.prepare(descriptor.digest, Variant())

@@ -55,13 +55,9 @@ class Schema:
         for name, fields in messages.items():
             self._message(file.message_type.add(name=name), package, name, fields)
         pool.Add(file) if hasattr(pool, "Add") else pool.AddSerializedFile(file.SerializeToString())
-        self._classes: dict[str, Any] = {
-            name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{package}.{name}")) for name in messages
-        }
-        for module in _WELL_KNOWN:
-            for descriptor in module.DESCRIPTOR.message_types_by_name.values():
-                known = pool.FindMessageTypeByName(descriptor.full_name)
-                self._classes["." + descriptor.full_name] = message_factory.GetMessageClass(known)
+        self._pool = pool
+        self._package = package
+        self._classes: dict[str, Any] = {}
 
     def _message(self, message: descriptor_pb2.DescriptorProto, package: str, name: str, fields: FieldTable) -> None:
         for field_name, (number, kind) in fields.items():
@@ -92,4 +88,9 @@ class Schema:
             field.type_name = kind if kind.startswith(".") else f".{package}.{kind}"
 
     def __getitem__(self, name: str) -> Any:
-        return self._classes[name]
+        # Classes are made when first asked for: a command line uses a few of many. Raises KeyError for an unknown name.
+        found = self._classes.get(name)
+        if found is None:
+            full = name[1:] if name.startswith(".") else f"{self._package}.{name}"
+            found = self._classes[name] = message_factory.GetMessageClass(self._pool.FindMessageTypeByName(full))
+        return found

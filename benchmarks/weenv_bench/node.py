@@ -145,7 +145,7 @@ class Node:
     """A node with nothing on it. ``weenv`` starts WeEnv's daemons too; ``fill`` is a key of :data:`_FILL`."""
 
     def __init__(self, *, weenv: bool = False, fill: str = "on") -> None:
-        self.directory = state_directory("weenv-bench-node-")
+        self.directory = state_directory("wb-")  # short: a hundred of its paths must fit into one page of mount options
         self.weenv = weenv
         self.fill = fill
         self.id = secrets.token_hex(3)

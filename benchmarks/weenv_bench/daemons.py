@@ -36,15 +36,17 @@ async def _prepare(address: str, snapshotter: str, parent: str, callers: int, ro
             await snapshots.prepare(key, parent)
             return (time.perf_counter() - start) * 1000
 
+        async def forget(key: str) -> None:
+            with contextlib.suppress(ContainerdError):  # containerd collects what nothing refers to by itself
+                await snapshots.remove(key)
+
         result = {}
         for name, at_once, repeats in (("alone", 1, rounds * 4), ("together", callers, rounds)):
             times = []
             for number in range(repeats + 1):
                 keys = [f"bench-{os.getpid()}-{name}-{number}-{caller}" for caller in range(at_once)]
                 took = await asyncio.gather(*(one(key) for key in keys))
-                for key in keys:
-                    with contextlib.suppress(ContainerdError):  # containerd collects what nothing refers to by itself
-                        await snapshots.remove(key)
+                await asyncio.gather(*(forget(key) for key in keys))
                 if number:  # the first opens connections
                     times.extend(took)
                 await asyncio.sleep(0.05)
@@ -64,7 +66,7 @@ async def _tops(address: str, snapshotter: str) -> list[str]:
         return [info.name for info in committed if info.name not in parents]
 
 
-def prepare_latency(node: Node, callers: int = 50, rounds: int = 20) -> dict[str, dict[str, float]]:
+def prepare_latency(node: Node, callers: int = 50, rounds: int = 12) -> dict[str, dict[str, float]]:
     """Prepare on an existing lazy parent, from a client process of its own: ``weenv`` straight at the snapshotter's socket, and
     both snapshotters through containerd, where the client's and containerd's share is the same."""
     result = {}

@@ -64,7 +64,7 @@ def blobfs() -> None:
     """The daemon that serves layer bytes on demand."""
 
 
-@blobfs.command("serve")
+@blobfs.command("serve", short_help="Serve the layers' bytes until SIGTERM or SIGINT.")
 @_CONFIG
 @click.option("--root", default=None, help="The snapshotter's root.  [default: /var/lib/weenv]")
 @click.option("--mountpoint", default=None, help="Where the layers' data appears.  [default: /run/weenv/blobs]")
@@ -88,7 +88,7 @@ def blobfs_serve(
     asyncio.run(daemon.serve(config.load(config_path, root=root, mountpoint=mountpoint), registry))
 
 
-@blobfs.command("stop")
+@blobfs.command("stop", short_help="End the server and take its mount away.")
 @_CONFIG
 @click.option("--force", is_flag=True, help="Detach the mount even though containers may still read from it.")
 @click.pass_context

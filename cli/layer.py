@@ -89,7 +89,7 @@ def _encoded(made: Any) -> dict[str, Any]:
     }
 
 
-@layer.command("inspect")
+@layer.command("inspect", short_help="Show what a layer's table of contents says.")
 @click.argument("what", metavar="FILE|REF")
 @_platform
 @_plain_http
@@ -197,7 +197,7 @@ def _entry(toc: Any, number: int) -> dict[str, Any]:
     return row
 
 
-@layer.command("verify")
+@layer.command("verify", short_help="Read whole layers and check every digest.")
 @click.argument("what", metavar="FILE|REF")
 @_platform
 @_plain_http
@@ -293,7 +293,7 @@ def mount(what: str, directory: str, platform: str, plain_http: tuple[str, ...],
 @layer.command("umount")
 @click.argument("directory", type=click.Path(file_okay=False))
 def umount(directory: str) -> None:
-    """Unmount what ``weenv layer mount`` mounted.
+    """Unmount what weenv layer mount mounted.
 
     \b
     Example:

@@ -70,7 +70,7 @@ def _load(path: str) -> Plan:
     return load_plan(path)
 
 
-@plan.command("check")
+@plan.command("check", short_help="Say whether a plan is well formed.")
 @_file
 @_json
 def check(path: str, as_json: bool) -> None:
@@ -89,7 +89,7 @@ def check(path: str, as_json: bool) -> None:
         click.echo(f"{path}: {len(loaded.groups)} groups, {len(loaded.mutations)} mutations")
 
 
-@plan.command("lock")
+@plan.command("lock", short_help="Pin every group of a plan by digest.")
 @_file
 @click.option("-o", "--output", default="", help="Write there.  [default: standard output]")
 @click.option("-i", "--in-place", is_flag=True, help="Write the plan itself.")
@@ -135,7 +135,7 @@ def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: 
         sys.stdout.write(text)
 
 
-@plan.command("show")
+@plan.command("show", short_help="Draw a plan's stack, top first, with sizes.")
 @_file
 @click.option("--conflicts", is_flag=True, help="List the files that several groups have, and where each is won.")
 @_config
@@ -219,7 +219,7 @@ def _draw(
             click.echo(f"{what:8} {shown}  by {layers[which[-1]].group}  (of {', '.join(layers[n].group for n in which[:-1])})")
 
 
-@plan.command("compose")
+@plan.command("compose", short_help="Register a plan's image with containerd.")
 @_file
 @click.option("--namespace", default="default", show_default=True, help="containerd's namespace.")
 @click.option("--containerd", "socket", default="/run/containerd/containerd.sock", show_default=True, help="Its socket.")

@@ -18,6 +18,9 @@ HEAD = """# Configuration
 One TOML file, `/etc/weenv/config.toml` (or `--config FILE`), read by both daemons; a missing file means the defaults, an
 unknown or wrong setting is an error that names it. Times are in seconds, sizes in bytes. This page is written by
 `docs/make_configuration.py` from the code.
+
+Two more tables are for commands: `[run]` has the defaults of `weenv run` and its like (`address` of containerd, `namespace`,
+`snapshotter`, `cgroup`, `runtime`, `network`), `[policy]` is described in [groups.md](groups.md).
 """
 
 TABLES: list[tuple[str, type[Any], set[str], str]] = [

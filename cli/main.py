@@ -111,7 +111,7 @@ def completion(shell: str) -> None:
     click.echo(found(cli, {}, "weenv", "_WEENV_COMPLETE").source())
 
 
-def _explain(error: BaseException) -> str:
+def explain(error: BaseException) -> str:
     """One line (two with a hint) for an expected error."""
     if isinstance(error, WeenvError):
         text = " ".join(error.message.split()) or type(error).__name__
@@ -150,11 +150,11 @@ def main(argv: list[str] | None = None) -> None:
         first: BaseException = group
         while isinstance(first, BaseExceptionGroup):
             first = first.exceptions[0]
-        click.echo(_explain(first), err=True)
+        click.echo(explain(first), err=True)
         sys.exit(1)
     except Exception as error:
         if debug:
             raise
         logging.getLogger(__name__).debug("failed", exc_info=error)
-        click.echo(_explain(error), err=True)
+        click.echo(explain(error), err=True)
         sys.exit(error.exit_code if isinstance(error, WeenvError) else 1)

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
-from weenv.core.errors import WeenvError
 from weenv.core.settings import DEFAULT_CONFIG
 
 if TYPE_CHECKING:
@@ -68,30 +67,6 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def variables(words: tuple[str, ...]) -> dict[str, str]:
-    """``NAME=VALUE``, or ``NAME`` for what this process has."""
-    found = {}
-    for word in words:
-        name, equals, value = word.partition("=")
-        if equals:
-            found[name] = value
-        elif name in os.environ:
-            found[name] = os.environ[name]
-    return found
-
-
-def size(text: str | None) -> int:
-    """Bytes: ``512m``, ``2GiB``, ``1048576``. Raises click.BadParameter."""
-    if not text:
-        return 0
-    import re
-
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([kmgt]?)i?b?", text.strip().lower())
-    if match is None:
-        raise click.BadParameter(f"not a size: {text!r} (write 512m or 2g)")
-    return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
-
-
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--rm", "remove", is_flag=True, help="Remove it when it ends, or when this command does.")
 @click.option("-d", "--detach", is_flag=True, help="Leave it running; print its name.")
@@ -128,7 +103,7 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
       weenv run -d --name task-17 --cpus 2 --memory 4g task.yaml
       weenv run --rm -it registry.example/team/env:1-lazy -- bash
     """
-    from weenv.environment.spec import Limits, Options, parse_bind
+    from weenv.environment.requested import options_of
 
     if o["detach"] and (o["interactive"] or o["tty"]):
         raise click.UsageError("-d leaves nobody to read the input: use it without -i and -t")
@@ -136,31 +111,11 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
         raise click.UsageError("--idle needs -d and no command")
     if o["init"] and o["detach"]:
         raise click.UsageError("--init is for a command that is waited for; with -d: --idle, then weenv exec")
-    if command and command[0] == "--":
-        command = command[1:]
-    binds = tuple(parse_bind(text) for text in o["volume"])
-    for bind in binds:
-        if not os.path.exists(bind.source):
-            raise WeenvError(f"{bind.source} does not exist", hint="what -v shows must be there")
-    memory = size(o["memory"])
 
     async def work(node: Node) -> int:
         from weenv.environment import attended
 
-        options = Options(
-            args=command,
-            entrypoint=(o["entrypoint"],) if o["entrypoint"] is not None else None,
-            env=variables(o["env"]),
-            cwd=o["workdir"],
-            user=o["user"],
-            binds=binds,
-            limits=Limits(o["cpus"], memory, o["pids"]),
-            network=o["network"] or node.run.network,
-            hostname=o["hostname"],
-            terminal=o["tty"],
-            read_only=o["read_only"],
-            new_privileges=not o["no_new_privileges"],
-        )
+        options = options_of(o, command, node.run.network)
         wanted = attended.Wanted(target, options, o["name"], o["remove"], o["interactive"], o["init"], o["idle"])
         if o["detach"]:
             click.echo(await attended.detached(node, wanted))
@@ -192,11 +147,11 @@ def exec_(environment: str, command: tuple[str, ...], **o: Any) -> None:
         command = command[1:]
 
     async def work(node: Node) -> int:
-        from weenv.environment import attended
+        from weenv.environment import attended, requested
 
         return await attended.executed(
-            node, environment, command, env=variables(o["env"]), cwd=o["workdir"], user=o["user"], timeout=o["timeout"],
-            interactive=o["interactive"], terminal=o["tty"],
+            node, environment, command, env=requested.variables(o["env"]), cwd=o["workdir"], user=o["user"],
+            timeout=o["timeout"], interactive=o["interactive"], terminal=o["tty"],
         )  # fmt: skip
 
     _leave(on_node(o, work))

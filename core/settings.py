@@ -7,7 +7,6 @@ A dataclass is one table; a field's type is that of its default. Fields may be `
 from __future__ import annotations
 
 import dataclasses
-import tomllib
 from typing import Any, TypeVar
 
 from weenv.core.errors import ConfigError
@@ -21,12 +20,17 @@ def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
     """The file's tables; none where the default file does not exist. Raises :class:`ConfigError`."""
     try:
         with open(path, "rb") as file:
-            return tomllib.load(file)
+            import tomllib  # where there is no file, importing what reads it would be the most of a command's start
+
+            try:
+                return tomllib.load(file)
+            except tomllib.TOMLDecodeError as error:
+                raise ConfigError(f"cannot read {path}: {error}") from error
     except FileNotFoundError as error:
         if path != DEFAULT_CONFIG:
             raise ConfigError(f"no such file: {path}", hint="write it, or leave --config out") from error
         return {}
-    except (OSError, tomllib.TOMLDecodeError) as error:
+    except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
 
 

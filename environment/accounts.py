@@ -10,7 +10,6 @@ import json
 import os
 from collections.abc import Sequence
 
-from weenv.core.atomic import write_atomic
 from weenv.environment.users import User
 
 _KEEP = 1000
@@ -45,4 +44,6 @@ def remember(directory: str, chain: str, user: str, found: User) -> None:
     while len(table) > _KEEP:
         del table[next(iter(table))]
     os.makedirs(directory, mode=0o700, exist_ok=True)
+    from weenv.core.atomic import write_atomic
+
     write_atomic(path, json.dumps(table).encode(), durable=False)

@@ -23,7 +23,6 @@ from weenv.plugin.containerd.client import ContainerdError
 
 _DOCUMENT = 4 << 20
 """Bytes of a manifest or config read from containerd."""
-_MAX_PLAN = 64 << 20
 
 
 def is_plan_file(text: str) -> bool:
@@ -51,7 +50,7 @@ async def prepare(target: Plan | str, node: Node, *, fresh: bool = False) -> Rea
 
 async def _from_file(path: str, node: Node, fresh: bool) -> Ready:
     with open(path, "rb") as file:  # noqa: ASYNC230 - a local file, read before anything else is going on
-        text = file.read(_MAX_PLAN + 1)
+        text = file.read(recall.MAX_PLAN + 1)
     directory = os.path.join(node.directory, "plans")
     name = recall.key(text, path, node.config.tables, node.run.namespace, node.run.snapshotter)
     known = recall.recall(directory, name) if name and not fresh else None

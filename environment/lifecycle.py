@@ -16,21 +16,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from weenv.core.errors import WeenvError
-from weenv.environment import accounts, owner, waiter
+from weenv.environment import accounts, owner
 from weenv.environment.images import prepare
 from weenv.environment.model import Plan
 from weenv.environment.node import Node
-from weenv.environment.processes import accounts_swap, unified_only
 from weenv.environment.recall import Ready
-from weenv.environment.spec import Limits, Options, build_spec
+from weenv.environment.record import LABEL, LABEL_RM, completed, labels_of, new_id, spec_of, user_text
+from weenv.environment.spec import Options
 from weenv.environment.stdio import Streams
 from weenv.environment.users import User
 from weenv.plugin.containerd.client import ContainerdError
@@ -38,13 +37,6 @@ from weenv.plugin.containerd.runtime import Container, Exit, Status, Stdio
 from weenv.plugin.containerd.types import Mount
 
 T = TypeVar("T")
-
-LABEL = "dev.weenv.environment"
-"""On every container of ours: the plan's or image's name."""
-LABEL_RM = "dev.weenv.rm"
-"""On those to be removed at their end: the owner's mark, or ``-`` where there is none."""
-LABEL_CEILING = "dev.weenv.ceiling"
-"""``<cores>,<bytes>``: how far a plan lets its environments grow; 0: no limit."""
 
 _LOST = frozenset({"UNAVAILABLE"})
 _GONE = frozenset({"NOT_FOUND"})
@@ -104,24 +96,6 @@ async def _unless(codes: frozenset[str], work: Awaitable[T]) -> T | None:
         return None
 
 
-def new_id(name: str) -> str:
-    """An id that no other daemon of this machine has: they may share the runtime's directory."""
-    short = "".join(c for c in name if c.isalnum() or c in "._-").strip("._-")[:40] or "env"
-    return f"{short}-{secrets.token_hex(5)}"
-
-
-def limits_of(ready: Ready, options: Options) -> Limits:
-    """What is asked for, else what the plan gives at the start."""
-    asked = options.limits
-    given = ready.resources
-    return Limits(
-        asked.cpus or given.cpu.start or given.cpu.ceiling,
-        asked.memory or int(given.memory.start or given.memory.ceiling),
-        asked.pids or given.pids,
-        accounts_swap(),
-    )
-
-
 async def begin(
     node: Node,
     target: Plan | str,
@@ -156,23 +130,13 @@ async def start(
     ``owned``: this process removes it, see :func:`sweep`. Whatever fails, nothing is left. Raises WeenvError.
     """
     container = name or new_id(ready.plan or ready.name.rpartition("/")[2].partition(":")[0])
-    labels = {LABEL: ready.plan or ready.name}
-    if ready.plan:
-        labels[LABEL_CEILING] = f"{ready.resources.cpu.ceiling:g},{int(ready.resources.memory.ceiling)}"
-    if remove_at_end:
-        labels[LABEL_RM] = owner.mark() if owned else "-"
-    options = replace(
-        options,
-        limits=limits_of(ready, options),
-        hostname=options.hostname or container[:63],
-        init=waiter.install(node.directory),
-    )
-    text = options.user or str((ready.config.get("config") or {}).get("User") or "")
+    labels = labels_of(ready, remove_at_end=remove_at_end, owned=owned)
+    options = completed(node.config, ready, options, container)
+    text = user_text(ready, options)
     user = accounts.remembered(node.directory, ready.chain, text)
-    unified = unified_only()
 
     def record(who: User) -> Container:
-        spec = build_spec(ready.config, options, who, cgroup=node.cgroup(container), unified=unified)
+        spec = spec_of(node.config, ready, options, who, container)
         return Container(container, ready.name, spec, node.run.snapshotter, container, labels, node.run.shim, node.run.binary)
 
     entry = record(user or User())

@@ -12,8 +12,8 @@ from typing import Any
 from weenv.core.errors import WeenvError
 from weenv.environment import lifecycle
 from weenv.environment.attended import write_err, write_out
-from weenv.environment.lifecycle import LABEL
 from weenv.environment.node import Node
+from weenv.environment.record import LABEL
 from weenv.plugin.containerd.runtime import Status
 
 _CHUNK = 1 << 18

@@ -17,11 +17,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weenv import __version__
-from weenv.core.atomic import write_atomic
 from weenv.environment.model import Amount, Resources
 
 KEEP = 1000
 """Plans remembered; the oldest go."""
+MAX_PLAN = 64 << 20
+"""Bytes of a plan's file."""
 _MAX = 4 << 20
 
 
@@ -84,6 +85,8 @@ def remember(directory: str, name: str, ready: Ready, until: float) -> None:
         "runs": [[list(args), where] for args, where in ready.runs],
     }
     os.makedirs(directory, mode=0o700, exist_ok=True)
+    from weenv.core.atomic import write_atomic
+
     write_atomic(os.path.join(directory, name), json.dumps(row).encode(), durable=False)
     _trim(directory)
 

@@ -16,10 +16,8 @@ include/uapi/asm-generic/unistd.h. Instructions: Intel SDM volume 2; Arm ARM (DD
 from __future__ import annotations
 
 import os
-import platform
 import struct
 
-from weenv.core.atomic import write_atomic
 from weenv.core.errors import UnsupportedError
 
 _BASE = 0x400000
@@ -256,7 +254,7 @@ _MACHINES = {"x86_64": _x86_64, "aarch64": _aarch64}
 
 def program(machine: str = "") -> bytes:
     """The executable for a machine as uname(2) names it. Raises UnsupportedError."""
-    name = machine or platform.machine()
+    name = machine or os.uname().machine
     if name not in _MACHINES:
         raise UnsupportedError(f"no waiting process for {name} machines", hint="give a command that waits: sleep infinity")
     number, text = _MACHINES[name]()
@@ -280,5 +278,7 @@ def install(directory: str) -> str:
     except FileNotFoundError:
         pass
     os.makedirs(directory, mode=0o700, exist_ok=True)
+    from weenv.core.atomic import write_atomic
+
     write_atomic(path, wanted, mode=0o555, durable=False)
     return path

@@ -1,0 +1,378 @@
+"""``weenv run --rm PLAN -- COMMAND`` where all is known already, without a library that takes long to import.
+
+Does what weenv.environment.attended does, step by step the same, for the plainest case: a plan that is remembered
+(recall.py), a user that is (accounts.py), no terminal, no input. Whatever else it meets, before anything has been made it
+gives up and the ordinary way is taken; after that, the ordinary way does the removing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from weenv.core.settings import DEFAULT_CONFIG
+from weenv.environment import accounts, owner, recall
+from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
+from weenv.environment.record import LABEL_RM, completed, labels_of, new_id, spec_of, user_text
+from weenv.environment.requested import options_of
+from weenv.environment.runconfig import NodeConfig, load
+
+FLAGS = {"rm": "remove", "read-only": "read_only", "no-new-privileges": "no_new_privileges"}
+"""Options without a value that are taken here: name -> name in the command's parameters."""
+VALUES = {
+    "config": "config_path", "containerd": "address", "namespace": "namespace", "snapshotter": "snapshotter", "env": "env",
+    "volume": "volume", "workdir": "workdir", "user": "user", "entrypoint": "entrypoint", "cpus": "cpus", "memory": "memory",
+    "pids": "pids", "network": "network", "hostname": "hostname", "runtime": "runtime", "name": "name",
+}  # fmt: skip
+"""Options with a value, the same way."""
+SHORT = {"e": "env", "v": "volume", "w": "workdir", "u": "user", "n": "namespace"}
+_MANY = ("env", "volume")
+
+_CONTAINERS = "containerd.services.containers.v1.Containers"
+_SNAPSHOTS = "containerd.services.snapshots.v1.Snapshots"
+_TASKS = "containerd.services.tasks.v1.Tasks"
+_EMPTY = ".google.protobuf.Empty"
+_SPEC = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
+_RUNC_OPTIONS = "containerd.runc.v1.Options"
+
+_CHUNK = 1 << 16
+_QUIET, _AT_MOST, _GRACE = 0.25, 5.0, 10.0
+"""Seconds, as in weenv.environment.stdio and attended."""
+_RECONNECT = 60.0
+
+
+def parse(argv: Sequence[str]) -> dict[str, Any] | None:
+    """The parameters of ``weenv run`` with ``target`` and ``command``; None for what is not plain enough."""
+    found: dict[str, Any] = {
+        "config_path": DEFAULT_CONFIG, "address": None, "namespace": None, "snapshotter": None, "env": (), "volume": (),
+        "workdir": "", "user": "", "entrypoint": None, "cpus": 0.0, "memory": None, "pids": 0, "network": None,
+        "hostname": "", "runtime": None, "name": "", "remove": False, "read_only": False, "no_new_privileges": False,
+        "tty": False,
+    }  # fmt: skip
+    words = list(argv)
+    while words:
+        word = words.pop(0)
+        if not word.startswith("-") or word == "-":
+            found["target"], found["command"] = word, tuple(words)
+            return found
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+        elif len(word) == 2 and word[1] in SHORT:
+            name, equals, value = SHORT[word[1]], "", ""
+        else:
+            return None
+        if name in FLAGS and not equals:
+            found[FLAGS[name]] = True
+            continue
+        if name not in VALUES or (not equals and not words):
+            return None
+        parameter = VALUES[name]
+        text = value if equals else words.pop(0)
+        if parameter in _MANY:
+            found[parameter] += (text,)
+            continue
+        kind = type(found[parameter])
+        try:
+            found[parameter] = kind(text) if kind in (int, float) else text
+        except ValueError:
+            return None
+    return None
+
+
+def run(argv: Sequence[str]) -> int | None:
+    """Run it and give the exit status; None where this is not for us. Raises WeenvError."""
+    asked = parse(argv)
+    if asked is None or not asked["remove"] or asked["network"] not in (None, "none", "host"):
+        return None
+    if not asked["target"].endswith((".yaml", ".yml", ".json")):
+        return None
+    config = load(
+        asked["config_path"],
+        address=asked["address"],
+        namespace=asked["namespace"],
+        snapshotter=asked["snapshotter"],
+        runtime=asked["runtime"],
+    )
+    try:
+        with open(asked["target"], "rb") as file:
+            text = file.read(recall.MAX_PLAN + 1)
+    except OSError:
+        return None
+    name = recall.key(text, asked["target"], config.tables, config.run.namespace, config.run.snapshotter)
+    ready = recall.recall(f"{config.directory}/plans", name) if name else None
+    if ready is None or ready.runs:
+        return None
+    container = asked["name"] or new_id(ready.plan)
+    options = completed(config, ready, options_of(asked, asked["command"], config.run.network), container)
+    user = accounts.remembered(config.directory, ready.chain, user_text(ready, options))
+    if user is None:
+        return None
+    message: dict[str, Any] = {
+        "id": container,
+        "labels": labels_of(ready, remove_at_end=True, owned=True),
+        "image": ready.name,
+        "runtime": {"name": config.run.shim, **_options(config)},
+        "spec": {"type_url": _SPEC, "value": _json(spec_of(config, ready, options, user, container))},
+        "snapshotter": config.run.snapshotter,
+        "snapshot_key": container,
+    }
+    try:
+        client = QuickClient(config.run.address, config.run.namespace)
+    except QuickError:
+        return None
+    one = _One(config, client, container)
+    try:
+        client.call(_CONTAINERS, "Create", "CreateContainerRequest", {"container": message}, "CreateContainerResponse")
+    except QuickError as error:
+        client.close()
+        if error.code in (ALREADY_EXISTS, BROKEN):
+            return None  # said, or tried again, by the ordinary way
+        raise
+    try:
+        return one.live(ready.chain)
+    finally:
+        one.remove()
+        if one.leftovers:
+            one.sweep()
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":")).encode("utf-8", "surrogateescape")
+
+
+def _options(config: NodeConfig) -> dict[str, Any]:
+    if not config.run.binary:
+        return {}
+    from weenv.core.wire import encode
+    from weenv.plugin.containerd.fields import TABLES
+
+    return {"options": {"type_url": _RUNC_OPTIONS, "value": encode(TABLES, "RuncOptions", {"binary_name": config.run.binary})}}
+
+
+class _One:
+    """One environment, from its record to its removal."""
+
+    def __init__(self, config: NodeConfig, client: QuickClient, container: str) -> None:
+        self.config = config
+        self.client = client
+        self.container = container
+        self.home = config.home(container)
+        self.leftovers = False
+        self.ended = False
+        self.prepared = False
+        self.removed = False
+        self.signals: list[int] = []
+        self.killed_at = 0.0
+        self.running = False
+        self.outputs: dict[int, int] = {}
+
+    def live(self, chain: str) -> int | None:
+        """Start, copy, wait; the exit status, or None where the plan has to be composed anew."""
+        wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        before = {
+            number: signal.signal(number, lambda caught, _: self.signals.append(caught))
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        try:
+            if not self._start(chain):
+                self.remove()
+                return None
+            return self._attend(wake)
+        finally:
+            signal.set_wakeup_fd(-1)
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            for fd in (wake, woken, *self.outputs):
+                os.close(fd)
+
+    def _start(self, chain: str) -> bool:
+        call, key = self.client.call, {"snapshotter": self.config.run.snapshotter, "key": self.container}
+        try:
+            mounts = call(_SNAPSHOTS, "Prepare", "PrepareSnapshotRequest", {**key, "parent": chain}, "PrepareSnapshotResponse")
+        except QuickError as error:
+            if error.code == NOT_FOUND:
+                return False
+            raise
+        self.prepared = True
+        os.makedirs(self.home, mode=0o700, exist_ok=True)
+        paths = [f"{self.home}/1", f"{self.home}/2"]
+        for number, path in enumerate(paths, 1):
+            os.mkfifo(path, 0o600)
+            self.outputs[os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)] = number
+        try:
+            request = {
+                "container_id": self.container,
+                "rootfs": mounts.get("mounts", []),
+                "stdout": paths[0],
+                "stderr": paths[1],
+                **_options(self.config),
+            }
+            call(_TASKS, "Create", "CreateTaskRequest", request, "CreateTaskResponse")
+            self.running = True
+            call(_TASKS, "Start", "StartRequest", {"container_id": self.container}, "StartResponse")
+        except QuickError as error:
+            from weenv.environment.lifecycle import start_error
+            from weenv.plugin.containerd.client import ContainerdError
+
+            raise start_error(ContainerdError(error.message, "UNKNOWN")) from error
+        return True
+
+    def _attend(self, wake: int) -> int:
+        """Copy what it writes until it has ended."""
+        waiting = self._ask_wait()
+        sweep = self.client.begin(
+            _CONTAINERS, "List", "ListContainersRequest", {"filters": [f'labels."{LABEL_RM}"']}, "ListContainersResponse"
+        )
+        exit_status = -1
+        deadline = quiet = 0.0
+        open_outputs = dict(self.outputs)
+        sent = 0
+        while exit_status < 0 or open_outputs:
+            for number in self.signals[sent:]:
+                self._signal(number, again=sent > 0)
+                sent += 1
+            now = time.monotonic()
+            if exit_status >= 0 and now >= min(deadline, quiet):
+                break
+            timeout = min(deadline, quiet) - now if exit_status >= 0 else None
+            if self.killed_at and exit_status < 0:
+                if now >= self.killed_at:
+                    self.killed_at = 0.0
+                    self._kill(signal.SIGKILL, everyone=True)
+                else:
+                    timeout = self.killed_at - now
+            poll: list[Any] = [*open_outputs, wake, *([self.client.socket] if exit_status < 0 or sweep else [])]
+            readable, _, _ = select.select(poll, [], [], timeout)
+            if wake in readable:
+                os.read(wake, 4096)
+            for fd in [fd for fd in readable if isinstance(fd, int) and fd in open_outputs]:
+                if _copy(fd, open_outputs[fd]):
+                    quiet = time.monotonic() + _QUIET
+                else:
+                    del open_outputs[fd]
+            if self.client.socket not in readable:
+                continue
+            try:
+                if sweep and (answer := self.client.result(sweep, block=False)) is not None:
+                    sweep = 0
+                    self._look(answer)
+                if exit_status < 0 and (answer := self.client.result(waiting, block=False)) is not None:
+                    exit_status = int(answer.get("exit_status", 0))
+                    self.ended = True
+                    quiet = time.monotonic() + _QUIET
+                    deadline = time.monotonic() + _AT_MOST
+            except QuickError as error:
+                if error.code != BROKEN or self.ended:
+                    raise
+                waiting, sweep = self._reconnect(), 0
+        return exit_status
+
+    def _ask_wait(self) -> int:
+        return self.client.begin(_TASKS, "Wait", "WaitRequest", {"container_id": self.container}, "WaitResponse")
+
+    def _reconnect(self) -> int:
+        """containerd went away, as in a restart; the environment goes on meanwhile."""
+        end = time.monotonic() + _RECONNECT
+        self.client.close()
+        while True:
+            try:
+                self.client = QuickClient(self.config.run.address, self.config.run.namespace)
+                return self._ask_wait()
+            except QuickError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.2)
+
+    def _look(self, answer: dict[str, Any]) -> None:
+        """Whether there is something to sweep."""
+        for item in answer.get("containers", []):
+            mark = item.get("labels", {}).get(LABEL_RM, "")
+            if item.get("id") != self.container and (mark == "-" or owner.is_gone(mark)):
+                self.leftovers = True
+
+    def _signal(self, number: int, *, again: bool) -> None:
+        if again:
+            self._kill(signal.SIGKILL, everyone=True)
+        else:
+            self._kill(number)
+            self.killed_at = time.monotonic() + _GRACE
+
+    def _kill(self, number: int, *, everyone: bool = False) -> None:
+        request = {"container_id": self.container, "signal": number, "all": everyone}
+        try:
+            self.client.call(_TASKS, "Kill", "KillRequest", request, _EMPTY)
+        except QuickError:
+            return  # it has ended, or the connection has, which the waiting finds out
+
+    def remove(self) -> None:
+        """Take it away; in any difficulty as :func:`weenv.environment.lifecycle.remove` does."""
+        if self.removed:
+            return
+        self.removed = True
+        call = self.client.call
+        try:
+            if self.running and not self.ended:
+                raise QuickError("it has not ended", BROKEN)
+            if self.running:
+                call(_TASKS, "Delete", "DeleteTaskRequest", {"container_id": self.container}, "DeleteResponse")
+            call(_CONTAINERS, "Delete", "DeleteContainerRequest", {"id": self.container}, _EMPTY)
+            if self.prepared:
+                key = {"snapshotter": self.config.run.snapshotter, "key": self.container}
+                call(_SNAPSHOTS, "Remove", "RemoveSnapshotRequest", key, _EMPTY)
+            self._clear()
+        except QuickError:
+            self._ordinarily("remove")
+        finally:
+            self.client.close()
+
+    def _clear(self) -> None:
+        """The directory, which has nothing but the FIFOs in it."""
+        try:
+            for number in self.outputs.values():
+                os.unlink(f"{self.home}/{number}")
+            if self.prepared:
+                os.rmdir(self.home)
+        except OSError:
+            import shutil
+
+            shutil.rmtree(self.home, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what others left behind."""
+        self._ordinarily("sweep")
+
+    def _ordinarily(self, what: str) -> None:
+        import asyncio
+
+        from weenv.environment import lifecycle
+        from weenv.environment.node import Node
+
+        async def go() -> None:
+            async with Node(self.config) as node:
+                if what == "remove":
+                    await lifecycle.remove(node, self.container, ended=self.ended)
+                else:
+                    await lifecycle.sweep(node)
+
+        asyncio.run(go())
+
+
+def _copy(source: int, target: int) -> bool:
+    """Copy what is there; False at its end."""
+    try:
+        data = os.read(source, _CHUNK)
+    except BlockingIOError:
+        return True
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(target, view) :]
+        except BlockingIOError:
+            select.select([], [target], [])
+    return bool(data)

@@ -1,0 +1,70 @@
+"""What containerd is to keep of an environment: name, labels, limits, specification. Reads the machine, asks nobody."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from weenv.environment import owner, waiter
+from weenv.environment.processes import accounts_swap, unified_only
+from weenv.environment.recall import Ready
+from weenv.environment.runconfig import NodeConfig
+from weenv.environment.spec import Limits, Options, build_spec
+from weenv.environment.users import User
+
+LABEL = "dev.weenv.environment"
+"""On every container of ours: the plan's or image's name."""
+LABEL_RM = "dev.weenv.rm"
+"""On those to be removed at their end: the owner's mark, or ``-`` where there is none."""
+LABEL_CEILING = "dev.weenv.ceiling"
+"""``<cores>,<bytes>``: how far a plan lets its environments grow; 0: no limit."""
+
+
+def new_id(name: str) -> str:
+    """An id that no other daemon of this machine has: they may share the runtime's directory."""
+    short = "".join(c for c in name if c.isalnum() or c in "._-").strip("._-")[:40] or "env"
+    return f"{short}-{os.urandom(5).hex()}"
+
+
+def limits_of(ready: Ready, options: Options) -> Limits:
+    """What is asked for, else what the plan gives at the start."""
+    asked = options.limits
+    given = ready.resources
+    return Limits(
+        asked.cpus or given.cpu.start or given.cpu.ceiling,
+        asked.memory or int(given.memory.start or given.memory.ceiling),
+        asked.pids or given.pids,
+        accounts_swap(),
+    )
+
+
+def labels_of(ready: Ready, *, remove_at_end: bool, owned: bool) -> dict[str, str]:
+    """The container's labels."""
+    made = {LABEL: ready.plan or ready.name}
+    if ready.plan:
+        made[LABEL_CEILING] = f"{ready.resources.cpu.ceiling:g},{int(ready.resources.memory.ceiling)}"
+    if remove_at_end:
+        made[LABEL_RM] = owner.mark() if owned else "-"
+    return made
+
+
+def completed(config: NodeConfig, ready: Ready, options: Options, container: str) -> Options:
+    """The options with what the node and the plan give. Raises OSError, UnsupportedError."""
+    return replace(
+        options,
+        limits=limits_of(ready, options),
+        hostname=options.hostname or container[:63],
+        init=waiter.install(config.directory),
+    )
+
+
+def user_text(ready: Ready, options: Options) -> str:
+    """Who it is to run as, ``USER[:GROUP]``."""
+    return options.user or str((ready.config.get("config") or {}).get("User") or "")
+
+
+def spec_of(config: NodeConfig, ready: Ready, options: Options, user: User, container: str) -> Mapping[str, Any]:
+    """The specification. Raises WeenvError."""
+    return build_spec(ready.config, options, user, cgroup=config.cgroup(container), unified=unified_only())

@@ -26,7 +26,7 @@ from swesmith.bug_gen.utils import generate_patch_fast
 
 LINES = 14
 """Lines that a task's patch adds and removes at most."""
-CPU, TIMEOUT = 20, 300
+CPU, TIMEOUT = 10, 120
 """Seconds of CPU that a candidate's tests may take, so that a busy machine makes the same tasks; and of waiting."""
 
 
@@ -61,6 +61,8 @@ def run_tests(copy: str, wanted: list[str], output: str) -> int:
     """pytest's exit code (0: passed, 1: failed), or -1 where it took too long."""
     pid = os.fork()
     if pid == 0:
+        os.setsid()  # whatever a bug does to its process group or terminal, it does to itself
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         fd = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         os.dup2(fd, 1)
         os.dup2(fd, 2)

@@ -159,7 +159,7 @@ class Containerd:
                         self.remove_container(container, namespace)
         self.stop()
         shims = processes_of(self.home)
-        end_processes({*shims, *children_of(shims)})
+        end_processes({*shims, *children_of(shims), *cgroup_processes(self.cgroup)})
         unmount_under(self.home)
         remove_cgroup(self.cgroup)
 
@@ -314,11 +314,24 @@ class Containerd:
         wait_until(f"snapshots of {namespace} to be collected", lambda: not self.snapshots(snapshotter, namespace), 30)
 
 
+def _hierarchies() -> list[str]:
+    with os.scandir("/sys/fs/cgroup") as entries:
+        return ["/sys/fs/cgroup", *(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))]
+
+
+def cgroup_processes(name: str) -> set[int]:
+    """Processes in a cgroup of ours, such as a ``runc init`` whose starter was killed: no command line tells whose it is."""
+    found: set[int] = set()
+    for hierarchy in _hierarchies():
+        for folder, _, _ in os.walk(os.path.join(hierarchy, name)):
+            with contextlib.suppress(OSError), open(os.path.join(folder, "cgroup.procs")) as file:
+                found.update(int(line) for line in file)
+    return found
+
+
 def remove_cgroup(name: str) -> None:
     """Remove a cgroup of ours and those within it from every hierarchy; their processes have ended."""
-    with os.scandir("/sys/fs/cgroup") as entries:
-        hierarchies = ["/sys/fs/cgroup", *(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))]
-    for hierarchy in hierarchies:
+    for hierarchy in _hierarchies():
         for folder, _, _ in os.walk(os.path.join(hierarchy, name), topdown=False):
             with contextlib.suppress(OSError):
                 os.rmdir(folder)

@@ -61,8 +61,8 @@ class QuickClient:
         self._in = bytearray()
         self._room = 65535  # what the peer takes of all streams together, at first
         self._stream_room = 65535
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
             self.socket.connect(address)
             settings = struct.pack(">HIHI", _HEADER_TABLE_SIZE, 0, _INITIAL_WINDOW, _WINDOW)
             self.socket.sendall(
@@ -71,6 +71,7 @@ class QuickClient:
                 + _frame(_WINDOW_UPDATE, 0, 0, struct.pack(">I", _WINDOW))
             )
         except OSError as error:
+            self.socket.close()
             raise QuickError(f"containerd does not answer at {address}: {error.strerror}", BROKEN) from error
 
     def close(self) -> None:
@@ -123,7 +124,9 @@ class QuickClient:
                 return None
         del self._streams[number]
         if not stream.blocks or not any(ok in stream.blocks[-1] for ok in _OK):
-            raise _failure(stream.blocks)
+            failure = _failure(stream.blocks)
+            if failure.code != 0:  # success in other words
+                raise failure
         body = bytes(stream.body)
         if len(body) < 5 or body[0] or struct.unpack_from(">I", body, 1)[0] != len(body) - 5:
             raise QuickError("containerd's answer is no message", BROKEN)
@@ -173,7 +176,7 @@ class QuickClient:
             self._room += int.from_bytes(payload, "big")
         elif kind == _GOAWAY:
             raise QuickError("containerd ends the connection", BROKEN)
-        elif stream is None:
+        elif stream is None or stream.done:
             return
         elif kind == _RESET:
             raise QuickError("containerd gave the request up", BROKEN)
@@ -188,7 +191,7 @@ class QuickClient:
             stream.body += _unpadded(kind, flags, payload)
             if len(stream.body) > _LIMIT:
                 raise QuickError("containerd's answer is too long", BROKEN)
-            stream.done = stream.done or bool(flags & _END_STREAM)
+            stream.done = bool(flags & _END_STREAM)
 
 
 def _frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:

@@ -41,14 +41,16 @@ def _containerd(path: str, address: str) -> Iterator[checks.Finding]:
     yield from checks.containerd_config(text, address)
 
 
-def _blobs(path: str) -> checks.Finding:
+def _blobs(path: str, status_socket: str) -> checks.Finding:
+    """Whether blobfs is mounted and answers. Never looks at the mount itself: without a server that waits for one."""
+    from weenv.cli.status import blobfs_status
+    from weenv.plugin.snapshotter.mounts import mounts_below
+
     remedy = "start it: weenv blobfs serve"
-    try:
-        if not os.path.ismount(path):
-            return checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)
-        os.statvfs(path)
-    except OSError as error:
-        return checks.Finding("blobfs", "fail", f"{path}: {error.strerror}", remedy)
+    if path not in mounts_below(os.path.dirname(path)):
+        return checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)
+    if blobfs_status(status_socket) is None:
+        return checks.Finding("blobfs", "fail", f"mounted at {path}, but no server answers: readers wait for it", remedy)
     return checks.Finding("blobfs", "ok", f"mounted at {path}")
 
 
@@ -94,10 +96,12 @@ def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...]
       weenv doctor
       weenv doctor --registry registry.example --json
     """
+    from weenv.plugin.snapshotter.blobfs import config as blobfs_config
     from weenv.plugin.snapshotter.config import load
 
     config = load(config_path)
-    findings = [*checks.kernel(), _mounting(), _blobs(config.blobs)]
+    sockets = blobfs_config.load(config_path)
+    findings = [*checks.kernel(), _mounting(), _blobs(config.blobs, sockets.status_socket)]
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
     findings += [*_containerd(containerd_config, config.socket), checks.disk(config.root)]

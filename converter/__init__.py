@@ -1,1 +1,1 @@
-"""TODO."""
+"""Images, tars and directories into layers of the format."""

@@ -14,6 +14,8 @@ from weenv.core.errors import ConfigError
 T = TypeVar("T")
 
 DEFAULT_CONFIG = "/etc/weenv/config.toml"
+TABLES = frozenset({"snapshotter", "blobfs", "registry", "run", "policy"})
+"""Every table that a part of the project reads: a misspelt one must not silently mean its defaults."""
 
 
 def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
@@ -23,7 +25,7 @@ def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
             import tomllib  # where there is no file, importing what reads it would be the most of a command's start
 
             try:
-                return tomllib.load(file)
+                tables: dict[str, Any] = tomllib.load(file)
             except tomllib.TOMLDecodeError as error:
                 raise ConfigError(f"cannot read {path}: {error}") from error
     except FileNotFoundError as error:
@@ -32,6 +34,10 @@ def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
+    for name in tables:
+        if name not in TABLES:
+            raise ConfigError(f"unknown table [{name}] in {path}", hint=f"known: {', '.join(sorted(TABLES))}")
+    return tables
 
 
 def build(cls: type[T], raw: object, where: str, *, skip: frozenset[str] = frozenset(), **overrides: Any) -> T:

@@ -1,1 +1,1 @@
-"""TODO."""
+"""OCI registries and layouts: references, credentials, manifests, blobs, ranged reads."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Wiring into systemd: empty in this version; the daemons run in the foreground and log to stderr."""

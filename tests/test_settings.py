@@ -70,6 +70,10 @@ def test_files(tmp_path: object) -> None:
     blobs = blobfs_config.load(path, mountpoint="/m")
     assert (blobs.threads, blobs.fill.enabled, blobs.mountpoint) == (3, False, "/m")
     with open(path, "w") as file:
+        file.write("[polcy]\n")
+    with pytest.raises(ConfigError, match=r"unknown table \[polcy\]"):
+        settings.read_tables(path)
+    with open(path, "w") as file:
         file.write("[snapshotter\n")
     with pytest.raises(ConfigError, match="cannot read"):
         snapshotter_config.load(path)

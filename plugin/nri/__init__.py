@@ -1,1 +1,1 @@
-"""TODO."""
+"""Elastic provisioning: empty in this version."""

@@ -1,1 +1,1 @@
-"""TODO."""
+"""Which frames to fetch, and fetching each once."""

@@ -1,0 +1,85 @@
+"""The program made by hand: run by this machine's kernel, and read by binutils where they are."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from weenv.core.errors import UnsupportedError
+from weenv.environment.waiter import install, program
+
+known = pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="no program for this machine")
+
+
+@pytest.fixture
+def waiter(tmp_path: Path) -> str:
+    path = install(str(tmp_path))
+    assert install(str(tmp_path)) == path
+    return path
+
+
+def run(waiter: str, *args: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        [waiter, *args], capture_output=True, env={"X": "y", "PATH": os.environ["PATH"]}, timeout=20, check=False
+    )
+
+
+@known
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_alone_it_waits_until_it_is_told(waiter: str, number: int) -> None:
+    child = subprocess.Popen([waiter])
+    time.sleep(0.1)
+    assert child.poll() is None
+    child.send_signal(number)
+    assert child.wait(5) == 0
+
+
+@known
+def test_it_ends_as_its_child_does(waiter: str) -> None:
+    done = run(waiter, "/bin/sh", "name", "-c", "echo $0 $1 $X; exit 7", "zero", "one")
+    assert (done.returncode, done.stdout) == (7, b"zero one y\n")
+    assert run(waiter, "/bin/sh", "sh", "-c", "kill -9 $$").returncode == 137
+    assert run(waiter, "/bin/sh", "sh", "-c", "exit 255").returncode == 255
+    assert run(waiter, "/no/such", "x").returncode == 127
+    assert run(waiter, "/etc/passwd", "x").returncode == 126
+
+
+@known
+def test_orphans_of_its_child_are_its_own(waiter: str, tmp_path: Path) -> None:
+    note = tmp_path / "pid"
+    script = f"(setsid env -i sh -c 'echo $$ > {note}; exec sleep 20' &); sleep 20"
+    child = subprocess.Popen([waiter, "/bin/sh", "sh", "-c", script])
+    try:
+        end = time.monotonic() + 10
+        while not (note.exists() and note.read_text().strip()) and time.monotonic() < end:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        orphan = int(note.read_text())
+        with open(f"/proc/{orphan}/stat") as file:
+            assert int(file.read().rpartition(")")[2].split()[1]) == child.pid
+        os.kill(orphan, signal.SIGKILL)
+    finally:
+        with open(f"/proc/{child.pid}/task/{child.pid}/children") as file:
+            for pid in file.read().split():
+                os.kill(int(pid), signal.SIGKILL)
+        assert child.wait(5) == 137
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs binutils")
+@pytest.mark.parametrize(("machine", "name"), [("x86_64", "X86-64"), ("aarch64", "AArch64")])
+def test_both_programs_are_elf(tmp_path: Path, machine: str, name: str) -> None:
+    path = tmp_path / machine
+    path.write_bytes(program(machine))
+    text = subprocess.run(["readelf", "-hlW", str(path)], capture_output=True, text=True, check=True)
+    assert name in text.stdout and "R E" in text.stdout and not text.stderr
+
+
+def test_other_machines_are_told() -> None:
+    with pytest.raises(UnsupportedError, match="riscv64"):
+        program("riscv64")

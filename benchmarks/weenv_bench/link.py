@@ -155,6 +155,13 @@ class Link:
         self.mbit = mbit
         self.round_trip_ms = round_trip_ms
         self.address = FAR
+        # Both ends' addresses are fixed, so there is one link on a machine at a time.
+        self._lock = open(os.path.join(tempfile.gettempdir(), "weenv-bench.lock"), "w")  # noqa: SIM115 - held while it runs
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise OSError("another benchmark is running on this machine: wait for its end") from None
         self._dir = tempfile.mkdtemp(prefix="weenv-bench-link-")
         path = os.path.join(self._dir, "counters")
         with open(path, "wb") as file:
@@ -195,6 +202,7 @@ class Link:
         self._process.wait()
         if self._process.stdout:
             self._process.stdout.close()
+        self._lock.close()
         self._map.close()
         self._file.close()
         os.unlink(os.path.join(self._dir, "counters"))
@@ -214,7 +222,7 @@ class Link:
         try:
             assert server.stdout is not None
             port = int(server.stdout.readline())
-            with socket.create_connection((FAR, port)) as connection:
+            with socket.create_connection((FAR, port), 20) as connection:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 times = []
                 for _ in range(100):
@@ -230,6 +238,7 @@ class Link:
                 seconds = time.perf_counter() - start
                 cpu = self.cpu_seconds() - cpu
         finally:
+            server.kill()
             server.wait()
             if server.stdout:
                 server.stdout.close()

@@ -151,11 +151,11 @@ def test_run_takes_options(bench: Bench) -> None:
     open(os.path.join(shown, "file"), "w").close()
     os.chmod(shown, 0o777)
     out = bench.ok(
-        "run", "--rm", "-e", "A=1", "-e", "B=x=y", "-w", "/work/new", "-u", "ann", "-v", f"{shown}:/mnt/p:ro",
+        "run", "--rm", "-e", "A=1", "-e", "B=x=y", "-w", "/job/new", "-u", "ann", "-v", f"{shown}:/mnt/p:ro",
         "--cpus", "0.5", "--memory", "64m", "--hostname", "box", bench.plan, "--",
         "sh", "-c", "echo $A $B $HOME; pwd; id -u; id -g; id -G; hostname; ls /mnt/p/file; touch /mnt/p/x 2>&1 | head -1",
     ).splitlines()  # fmt: skip
-    assert out[:7] == ["1 x=y /home/ann", "/work/new", "1000", "1001", "1001 50", "box", "/mnt/p/file"]
+    assert out[:7] == ["1 x=y /home/ann", "/job/new", "1000", "1001", "1001 50", "box", "/mnt/p/file"]
     assert "Read-only" in out[7]
     both = bench.ok("run", "--rm", "--network", "host", bench.plan, "--", "ls", "/sys/class/net")
     assert sorted(both.split()) == sorted(os.listdir("/sys/class/net"))
@@ -342,8 +342,8 @@ def test_files(bench: Bench) -> None:
         env.write_file("/testbed/code", b"changed")
         assert env.exec(["cat", "/testbed/code"]).stdout == b"changed"
         assert env.exec(["stat", "-c", "%a", "/testbed/code"]).text == "644\n"
-        env.write_file("/work/owned", b"", owner=(1000, 1001))
-        assert env.exec(["stat", "-c", "%u %g %s", "/work/owned"]).text == "1000 1001 0\n"
+        env.write_file("/job/owned", b"", owner=(1000, 1001))
+        assert env.exec(["stat", "-c", "%u %g %s", "/job/owned"]).text == "1000 1001 0\n"
         with pytest.raises(FileError):
             env.read_file("/no/such")
         with pytest.raises(weenv.environment.api.lifecycle.WeenvError, match="more than 3 bytes"):

@@ -77,7 +77,13 @@ def _series(rows: list[dict[str, Any]]) -> list[str]:
     def cell(name: str, value: Any) -> str:
         return f"{statistics.median(value(result) for result in detail[name]):.2f}"
 
-    lines = ["## The series, seconds", "", "| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
+    rounds = len(detail[names[0]])
+    lines = [
+        f"## The series, seconds ({'one round' if rounds == 1 else f'median of {rounds} rounds'})",
+        "",
+        "| | " + " | ".join(names) + " |",
+        "|---|" + "---:|" * len(names),
+    ]
     lines.append("| first output | " + " | ".join(cell(name, lambda r: r["first_output"]) for name in names) + " |")
     for step in steps:
         lines.append(f"| {step} | " + " | ".join(cell(name, lambda r, s=step: r["steps"][s]) for name in names) + " |")

@@ -79,11 +79,8 @@ def _series(rows: list[dict[str, Any]]) -> list[str]:
 
     rounds = len(detail[names[0]])
     lines = [
-        f"## The series, seconds ({'one round' if rounds == 1 else f'median of {rounds} rounds'})",
-        "",
-        "| | " + " | ".join(names) + " |",
-        "|---|" + "---:|" * len(names),
-    ]
+    how = "one round" if rounds == 1 else f"median of {rounds} rounds"
+    lines = [f"## The series, seconds ({how})", "", "| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     lines.append("| first output | " + " | ".join(cell(name, lambda r: r["first_output"]) for name in names) + " |")
     for step in steps:
         lines.append(f"| {step} | " + " | ".join(cell(name, lambda r, s=step: r["steps"][s]) for name in names) + " |")

@@ -240,7 +240,7 @@ class Link:
         finally:
             server.kill()
             server.wait()
-            if server.stdout:
+            if server.stdout is not None:
                 server.stdout.close()
         return {
             "mbit_per_s": round(total * 8 / seconds / 1e6, 1),

@@ -78,7 +78,6 @@ def _series(rows: list[dict[str, Any]]) -> list[str]:
         return f"{statistics.median(value(result) for result in detail[name]):.2f}"
 
     rounds = len(detail[names[0]])
-    lines = [
     how = "one round" if rounds == 1 else f"median of {rounds} rounds"
     lines = [f"## The series, seconds ({how})", "", "| | " + " | ".join(names) + " |", "|---|" + "---:|" * len(names)]
     lines.append("| first output | " + " | ".join(cell(name, lambda r: r["first_output"]) for name in names) + " |")

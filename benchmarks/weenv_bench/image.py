@@ -228,21 +228,21 @@ def checkout(versions: tuple[str, ...]) -> Callable[[str], None]:
         git = {"GIT_AUTHOR_NAME": "bench", "GIT_AUTHOR_EMAIL": "bench@example.org", "GIT_COMMITTER_NAME": "bench",
                "GIT_COMMITTER_EMAIL": "bench@example.org"}  # fmt: skip
         inside(root, "python3", "-m", "venv", "/tmp/dl")
-        inside(root, "git", "init", "-q", "/work/sympy")
+        inside(root, "git", "init", "-q", "/repo/sympy")
         for number, version in enumerate(versions):
             pip(root, "/tmp/dl", "download", "-q", "--no-deps", "--no-binary", ":all:", "-d", "/tmp/sdist", f"sympy=={version}")
             (archive,) = os.listdir(root + "/tmp/sdist")
-            for name in os.listdir(root + "/work/sympy"):
+            for name in os.listdir(root + "/repo/sympy"):
                 if name != ".git":
-                    path = f"{root}/work/sympy/{name}"
+                    path = f"{root}/repo/sympy/{name}"
                     shutil.rmtree(path) if os.path.isdir(path) else os.unlink(path)
-            inside(root, "tar", "-xf", f"/tmp/sdist/{archive}", "-C", "/work/sympy", "--strip-components=1", "--no-same-owner")
+            inside(root, "tar", "-xf", f"/tmp/sdist/{archive}", "-C", "/repo/sympy", "--strip-components=1", "--no-same-owner")
             date = {
                 "GIT_AUTHOR_DATE": f"2020-01-{number + 1:02}T00:00:00Z",
                 "GIT_COMMITTER_DATE": f"2020-01-{number + 1:02}T00:00:00Z",
             }
-            inside(root, "git", "-C", "/work/sympy", "add", "-A", environ=git)
-            inside(root, "git", "-C", "/work/sympy", "commit", "-q", "-m", f"sympy {version}", environ={**git, **date})
+            inside(root, "git", "-C", "/repo/sympy", "add", "-A", environ=git)
+            inside(root, "git", "-C", "/repo/sympy", "commit", "-q", "-m", f"sympy {version}", environ={**git, **date})
             shutil.rmtree(root + "/tmp/sdist")
         shutil.rmtree(root + "/tmp/dl")
 
@@ -387,7 +387,7 @@ def count(layers: list[Layer]) -> tuple[int, int]:
 def build(quick: bool = False) -> Image:
     """Build the image, or find it built. Needs root, debootstrap, npm and the registries. Raises BenchError."""
     name = "quick" if quick else "full"
-    base = os.path.join(cache_root(), "image-" + name)
+    base = os.path.join(cache_root(), "image2-" + name)
     summary = os.path.join(base, "image.json")
     if os.path.exists(summary):
         with open(summary) as file:

@@ -58,8 +58,8 @@ def commands(recipe: Recipe) -> list[tuple[str, list[str]]]:
     return [
         ("find", ["find", "/", "-xdev"]),
         ("find with stat", ["find", "/", "-xdev", "-printf", "%s %m %p\\n"]),
-        ("git status", ["git", "-C", "/work/sympy", "status", "--short"]),
-        ("grep -r", ["grep", "-r", "--include=*.py", "def test_", "/work/sympy"]),
+        ("git status", ["git", "-C", "/repo/sympy", "status", "--short"]),
+        ("grep -r", ["grep", "-r", "--include=*.py", "def test_", "/repo/sympy"]),
         ("import", ["/opt/venv/bin/python", "-c", "import numpy, pandas, sympy"]),
         ("evaluator", ["/opt/eval/bin/python", "-c", recipe.evaluator_import]),
         ("agent", [recipe.agent, "--version"]),
@@ -69,7 +69,7 @@ def commands(recipe: Recipe) -> list[tuple[str, list[str]]]:
             [
                 "sh",
                 "-c",
-                f"cd /work/sympy && exec /opt/venv/bin/python -m pytest -q -x -p no:cacheprovider {recipe.short_tests}",
+                f"cd /repo/sympy && exec /opt/venv/bin/python -m pytest -q -x -p no:cacheprovider {recipe.short_tests}",
             ],
         ),
     ]
@@ -94,7 +94,7 @@ def compare(
     for snapshotter, reference in references.items():
         node.start(reference, snapshotter, f"local-{snapshotter}")
         pids[snapshotter] = node.task_pid(f"local-{snapshotter}")
-        enter(pids[snapshotter], ["git", "-C", "/work/sympy", "status", "--short"])  # writes the index: once for each
+        enter(pids[snapshotter], ["git", "-C", "/repo/sympy", "status", "--short"])  # writes the index: once for each
     times: dict[str, dict[str, dict[str, list[float]]]] = {}
     for name, argv in commands(recipe):
         cold: dict[str, list[float]] = {snapshotter: [] for snapshotter in references}

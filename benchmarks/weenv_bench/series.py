@@ -22,11 +22,11 @@ def commands(recipe: Recipe) -> list[tuple[str, list[str]]]:
     pytest = "/opt/venv/bin/python -m pytest -q -x -p no:cacheprovider"
     return [
         ("agent", [recipe.agent, "--version"]),
-        ("git status", ["git", "-C", "/work/sympy", "status", "--short"]),
-        ("git log", ["sh", "-c", "git -C /work/sympy log --stat -3 | tail -1"]),
+        ("git status", ["git", "-C", "/repo/sympy", "status", "--short"]),
+        ("git log", ["sh", "-c", "git -C /repo/sympy log --stat -3 | tail -1"]),
         ("import", [*python, "import numpy, pandas, sympy"]),
-        ("grep", ["sh", "-c", "grep -r --include=*.py 'def test_' /work/sympy | wc -l"]),
-        ("tests", ["sh", "-c", f"cd /work/sympy && {pytest} {recipe.tests} | tail -3"]),
+        ("grep", ["sh", "-c", "grep -r --include=*.py 'def test_' /repo/sympy | wc -l"]),
+        ("tests", ["sh", "-c", f"cd /repo/sympy && {pytest} {recipe.tests} | tail -3"]),
         ("evaluator", ["/opt/eval/bin/python", "-c", recipe.evaluator_import]),
         *([("compile", ["sh", "-c", recipe.compile])] if recipe.compile else []),
         ("find", ["sh", "-c", "find / -xdev | wc -l"]),

@@ -218,6 +218,7 @@ def test_a_detached_one_may_only_wait(bench: Bench, store: Store) -> None:
     assert name in bench.ok("rm")
 
 
+@pytest.mark.soak  # a signal is lost in about one run of three, see the issue: kept where it must be mended, not hidden
 def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
     script = "trap 'echo caught; exit 7' TERM; echo up; while :; do sleep 0.05; done"
     child = subprocess.Popen(bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", script), stdout=subprocess.PIPE)
@@ -236,6 +237,7 @@ def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
     child.stdout.close()
 
 
+@pytest.mark.soak  # an orphaned `runc init` was seen when the caller dies while the task is made
 @pytest.mark.parametrize("after", [0.15, 0.3, 0.45, 0.6, 2.0])
 def test_killed_caller_leaves_nothing_after_the_next_command(bench: Bench, after: float) -> None:
     child = subprocess.Popen(bench.argv("run", "--rm", bench.plan, "--", "sleep", "1000"), stdout=subprocess.DEVNULL)

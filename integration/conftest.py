@@ -124,3 +124,12 @@ def node(module_node: Node) -> Iterator[Node]:
     """The module's node; an unexpected warning, error or traceback in our daemons' logs fails the test."""
     yield module_node
     assert not module_node.complaints()
+
+
+@pytest.fixture(scope="module")
+def policy(home: str) -> str:
+    """A signature policy for skopeo that asks for nothing."""
+    path = os.path.join(home, "policy.json")
+    with open(path, "w", encoding="ascii") as file:
+        file.write('{"default":[{"type":"insecureAcceptAnything"}]}')
+    return path

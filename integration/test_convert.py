@@ -29,6 +29,7 @@ from weenv_testkit.images import Image, Member, write_tar
 from weenv_testkit.images import Layout as KitLayout
 from weenv_testkit.procs import run
 from weenv_testkit.registry import Registry
+from weenv_testkit.skopeo import skopeo
 from weenv_testkit.trees import Entry, differences, read_tree
 
 QUIET = ConvertOptions(cache_dir=None)
@@ -56,25 +57,6 @@ def converted(home: str, odd: tuple[KitLayout, Image]) -> tuple[str, ConvertResu
     result = convert(f"oci:{odd[0].directory}:odd", f"oci:{target}:odd")
     assert result.lazy, [(layer.status, layer.reason) for layer in result.layers]
     return target, result
-
-
-@pytest.fixture(scope="module")
-def policy(home: str) -> str:
-    """A signature policy for skopeo that asks for nothing."""
-    path = os.path.join(home, "policy.json")
-    Path(path).write_text('{"default":[{"type":"insecureAcceptAnything"}]}')
-    return path
-
-
-def skopeo(policy: str, *arguments: str, storage: str = "") -> str:
-    environment = dict(os.environ)
-    if storage:
-        configuration = storage + ".conf"
-        Path(configuration).write_text(
-            f'[storage]\ndriver = "overlay"\ngraphroot = {json.dumps(storage)}\nrunroot = {json.dumps(storage + ".run")}\n'
-        )
-        environment["CONTAINERS_STORAGE_CONF"] = configuration
-    return run("skopeo", "--policy", policy, *arguments, env=environment)
 
 
 # -- readers that nobody here wrote ---------------------------------------------------------------------------------

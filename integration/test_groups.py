@@ -23,6 +23,7 @@ from weenv_testkit.images import Member, busybox_members, write_tar
 from weenv_testkit.node import Node
 from weenv_testkit.procs import run
 from weenv_testkit.registry import Registry
+from weenv_testkit.skopeo import skopeo
 from weenv_testkit.trees import Entry, differences, read_tree
 
 
@@ -32,25 +33,6 @@ def group(*arguments: str) -> Any:
     done = CliRunner().invoke(cli, ["group", *arguments, "--json"], env=environment, catch_exceptions=False)
     assert done.exit_code == 0, done.output
     return json.loads(done.output)
-
-
-@pytest.fixture(scope="module")
-def policy(home: str) -> str:
-    """A signature policy for skopeo that asks for nothing."""
-    path = os.path.join(home, "policy.json")
-    Path(path).write_text('{"default":[{"type":"insecureAcceptAnything"}]}')
-    return path
-
-
-def skopeo(policy: str, *arguments: str, storage: str = "") -> str:
-    environment = dict(os.environ)
-    if storage:
-        configuration = storage + ".conf"
-        Path(configuration).write_text(
-            f'[storage]\ndriver = "overlay"\ngraphroot = {json.dumps(storage)}\nrunroot = {json.dumps(storage + ".run")}\n'
-        )
-        environment["CONTAINERS_STORAGE_CONF"] = configuration
-    return run("skopeo", "--policy", policy, *arguments, env=environment)
 
 
 class Unpacked:

@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from weenv.core import digest as digests
-from weenv.core.atomic import sync_directory, write_atomic
+from weenv.core.atomic import write_atomic
 from weenv.core.errors import FormatError
 
 MUTATIONS = "mutations"
@@ -168,8 +168,3 @@ class LayerDirs:
             for name in names:
                 if name.startswith(prefix) and name not in ("sha256", ".trash"):
                     shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
-
-    def sync(self, digest: str) -> None:
-        """Make a layer's directory durable."""
-        sync_directory(self.path(digest))
-        sync_directory(self.base)

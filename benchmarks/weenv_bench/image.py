@@ -95,6 +95,11 @@ class Image:
     sizes: dict[str, int]
     """Compressed size in bytes of all layers, by tag: ``gzip``, ``zstd``."""
 
+    @property
+    def base(self) -> str:
+        """The directory of everything made from this image."""
+        return os.path.dirname(self.layout)
+
 
 def run(*command: str, **keywords: object) -> None:
     """Run a command, its output to our stderr. Raises BenchError."""

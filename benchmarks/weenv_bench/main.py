@@ -21,7 +21,7 @@ from rich.console import Console
 
 from weenv.layer.toc import Toc
 from weenv_bench import daemons, docs, local, parts, reads, report, series
-from weenv_bench.image import BenchError, Image, Recipe, build, cache_root, recipe, say
+from weenv_bench.image import BenchError, Image, Recipe, build, recipe, say
 from weenv_bench.link import Link
 from weenv_bench.node import FarRegistry, Node
 from weenv_bench.report import Row, at_least, at_most
@@ -50,7 +50,7 @@ class Bench:
     @property
     def converted(self) -> str:
         """The OCI layout with the converted image, tag ``weenv``; made anew when the converter's own code has changed."""
-        path = os.path.join(cache_root(), f"image-{self.image.name}", f"converted-{_sources('layer', 'converter')}")
+        path = os.path.join(self.image.base, f"converted-{_sources('layer', 'converter')}")
         if not self._tocs and os.path.exists(os.path.join(path, "index.json")):
             self._read(path)
         elif not self._tocs:

@@ -103,7 +103,7 @@ def scratch(name: str) -> Iterator[str]:
 
 def flat_tar(image: Image) -> str:
     """All layers as one tar: members of upper layers win, whiteouts and what they hide are left out. Cached."""
-    path = os.path.join(cache_root(), f"image-{image.name}", "flat.tar")
+    path = os.path.join(image.base, "flat.tar")
     if os.path.exists(path):
         return path
     say("one tar of all layers")

@@ -33,6 +33,8 @@ from weenv.core.errors import FormatError
 
 MUTATIONS = "mutations"
 """``<root>/mutations``: an OCI layout of layers that this node made itself (environment/mutate/cache.py)."""
+CONVERTED = "converted"
+"""``<root>/converted``: the same for layers that this node converted (environment/nodelayers.py)."""
 
 
 @dataclass(frozen=True, slots=True)

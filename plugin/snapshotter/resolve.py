@@ -40,7 +40,7 @@ from weenv.layer.verify import LayerDescriptor, parse_annotations, verify_tail_b
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.implied import attributes_below
-from weenv.plugin.snapshotter.layerdir import MUTATIONS, LayerSource, Origin
+from weenv.plugin.snapshotter.layerdir import CONVERTED, MUTATIONS, LayerSource, Origin
 from weenv.plugin.snapshotter.layers import Layers
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import LayerFacts, Variant, variant_of
@@ -292,9 +292,9 @@ class Resolver:
             places.append((image.host, image.repository))
         if descriptor.source is not None and self._config.use_source_annotation and descriptor.source not in places:
             places.append(descriptor.source)
-        own = os.path.join(self._config.root, MUTATIONS)
-        made_here = os.path.exists(os.path.join(own, "blobs", "sha256", digests.hex_of(descriptor.digest)))
-        local = [Origin("layout", path=own)] if made_here else []
+        name = digests.hex_of(descriptor.digest)
+        own = [os.path.join(self._config.root, layout) for layout in (MUTATIONS, CONVERTED)]
+        local = [Origin("layout", path=path) for path in own if os.path.exists(f"{path}/blobs/sha256/{name}")]
         return local + [Origin("registry", host, repository) for host, repository in places]
 
     # one image

@@ -24,6 +24,7 @@ import contextlib
 import logging
 import os
 import shutil
+import sqlite3
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
@@ -255,6 +256,49 @@ class Snapshotter:
             async with self.layers.resolve(labels, key, "", lower.paths if lower else ()):
                 pass  # only to be told of: a client that unpacks without saying what
         return self._create(Kind.ACTIVE, key, base, lower, labels)
+
+    def prepare_now(self, asked: Sequence[tuple[str, str, Mapping[str, str]]]) -> list[list[Mount] | None]:
+        """:meth:`prepare` for many (key, parent, labels), in one transaction, without waiting for anything.
+
+        None for each that has to wait or is to be refused: nothing of it was done, and :meth:`prepare` does it or says why
+        not. That is so for all of them where the transaction fails.
+        """
+        answers: list[list[Mount] | None] = [None] * len(asked)
+        taken: list[int] = []
+        try:
+            with self.store.together():
+                for place, (key, parent, labels) in enumerate(asked):
+                    answers[place] = self._prepare_now(key, parent, labels, taken)
+        except (sqlite3.Error, StorageError):
+            for number in taken:
+                self._spares.give_back(number)
+            return [None] * len(asked)
+        return answers
+
+    def _prepare_now(self, key: str, parent: str, labels: Mapping[str, str], taken: list[int]) -> list[Mount] | None:
+        """One of them; the id of the spare directory that it has is added to ``taken``."""
+        if not key or not parent or LABEL_SNAPSHOT_REF in labels or (not labels and " sha256:" in key):
+            return None
+        try:
+            _check_size(key, parent, labels)
+            base = self._base(parent)
+            if base is None:
+                return None
+            lower = self._lower(base)
+            if not self.layers.attached(lower.layers) or self._owner(lower, labels) != (0, 0):
+                return None
+            number = self._spares.take()
+            if number is None:
+                return None
+            try:
+                self.store.add(Kind.ACTIVE, key, base.id, labels, snapshot_id=number)
+            except SnapshotExists:
+                self._spares.give_back(number)
+                return None
+        except (InvalidRequest, SnapshotNotFound, UnavailableError):
+            return None
+        taken.append(number)
+        return self._describe(Kind.ACTIVE, number, lower)
 
     def _commit_lazy(self, target: str, parent: str, labels: Mapping[str, str], layer_id: int) -> None:
         """Add the committed snapshot of a lazy layer, unless somebody did meanwhile. No ``await`` in here.

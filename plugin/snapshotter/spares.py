@@ -1,7 +1,8 @@
 """Directories for active snapshots, made ahead.
 
 A snapshot's directory is three mkdir(2), which on a busy disk take half a millisecond: more than the rest of a Prepare.
-So a thread keeps some ready, under ids that were reserved for them. A directory that no row claims is a stray, which the
+So a thread keeps some ready, under ids that were reserved for them. It makes more in a pause between bursts: beside
+one it would take turns at the interpreter's lock with every answer. A directory that no row claims is a stray, which the
 next start removes, so a crash needs nothing here.
 """
 
@@ -15,6 +16,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 log = logging.getLogger(__name__)
+
+_PAUSE = 0.005
+"""Seconds without a call after which more are made, while there still are some."""
 
 
 def make_directory(home: str) -> None:
@@ -33,6 +37,8 @@ class SpareDirectories:
         self._count = count
         self._ready: deque[int] = deque()
         self._filling = False
+        self._taken = 0.0
+        self._timer: asyncio.TimerHandle | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="spares")
 
     def __len__(self) -> int:
@@ -41,14 +47,35 @@ class SpareDirectories:
     def close(self) -> None:
         """Stop making more."""
         self._count = 0
+        if self._timer is not None:
+            self._timer.cancel()
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def take(self) -> int | None:
         """The id of a directory that is ready, or None; more are made in the background."""
         number = self._ready.popleft() if self._ready else None
-        if not self._filling and len(self._ready) <= self._count // 2:
-            self.fill()
+        if not self._filling and len(self._ready) <= self._count * 3 // 4:
+            loop = asyncio.get_running_loop()
+            self._taken = loop.time()
+            if len(self._ready) <= self._count // 4:
+                self.fill()
+            elif self._timer is None:
+                self._timer = loop.call_later(_PAUSE, self._paused)
         return number
+
+    def give_back(self, number: int) -> None:
+        """A directory that was taken and is as it was."""
+        self._ready.append(number)
+
+    def _paused(self) -> None:
+        self._timer = None
+        loop = asyncio.get_running_loop()
+        if self._filling or not self._count:
+            return
+        if loop.time() - self._taken < _PAUSE:
+            self._timer = loop.call_later(_PAUSE, self._paused)
+        else:
+            self.fill()
 
     def fill(self) -> None:
         """Make what is missing, in the thread."""
@@ -58,17 +85,15 @@ class SpareDirectories:
             made = asyncio.get_running_loop().run_in_executor(self._thread, self._make, ids)
             made.add_done_callback(self._made)
 
-    def _make(self, ids: list[int]) -> list[int]:
-        done: list[int] = []
+    def _make(self, ids: list[int]) -> None:
         try:
             for number in ids:
+                if not self._count:
+                    return
                 make_directory(f"{self._directory}/{number}")
-                done.append(number)
+                self._ready.append(number)  # at once: a burst may be waiting for it
         except OSError as error:  # a full disk: whoever needs a directory now is told so
             log.warning("cannot make directories ahead: %s", error.strerror)
-        return done
 
-    def _made(self, future: asyncio.Future[list[int]]) -> None:
+    def _made(self, _future: asyncio.Future[None]) -> None:
         self._filling = False
-        if not future.cancelled() and future.exception() is None:
-            self._ready.extend(future.result())

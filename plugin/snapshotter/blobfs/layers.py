@@ -7,6 +7,7 @@ uses the object drops it, not by anybody's order.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import threading
@@ -15,11 +16,12 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from weenv.core import digest as digests
-from weenv.core.errors import FormatError, StorageError, WeenvError
-from weenv.layer.toc import Frames
+from weenv.core.errors import FormatError, StorageError, VerificationError, WeenvError
+from weenv.layer.tail import FrameIndex
 from weenv.plugin.snapshotter.blobfs import wire
-from weenv.plugin.snapshotter.cache.present import Presence
+from weenv.plugin.snapshotter.cache.present import BAD, Presence
 from weenv.plugin.snapshotter.cache.store import DataStore
+from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, spool
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer
 from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
@@ -29,9 +31,13 @@ log = logging.getLogger(__name__)
 
 FIRST_NODE: Final = 2
 """The root is node 1."""
+_BASE: Final = 12 << 10
+"""Bytes of memory that an open layer takes whatever its size: objects, sources, two descriptors."""
+_QUIET: Final = 10.0
+"""Seconds between log lines of the same kind about the same layer."""
 
-ReadTail = Callable[[bytes, LayerSource], tuple[Frames, int]]
-"""The frame table and the stream's size, from a layer's tail, whose digest it checks first. Raises FormatError."""
+ReadTail = Callable[[bytes, LayerSource], FrameIndex]
+"""What a layer's tail says of its stream; the tail's digest is checked first (VerificationError). Raises FormatError."""
 ReadExtents = Callable[[bytes, LayerSource], Extents]
 """Where the large files of a layer lie, from its tail. Raises FormatError."""
 OpenSources = Callable[[LayerSource, Sequence[Origin]], list[BlobSource]]
@@ -40,17 +46,31 @@ CloseSources = Callable[[list[BlobSource]], None]
 """Called, in any thread, with the sources of a layer that is no longer in use."""
 
 
+class DamagedTail(StorageError):
+    """The stored tail of the layer at ``path`` is not what it was: it must be fetched again from ``source``'s origins."""
+
+    def __init__(self, path: str, source: LayerSource, reason: str, *, errno: int = 0) -> None:
+        super().__init__(f"{path}/toc: {reason}", errno=errno)
+        self.path = path
+        self.source = source
+
+
+class BadLayer(FormatError):
+    """The whole stream of a layer does not have the diffID that its TOC promises."""
+
+
 class Layer(FetchLayer):
     """An open layer: what the fetcher needs, and what serving reads needs."""
 
     def __init__(
-        self, source: LayerSource, path: str, frames: Frames, size: int, presence: Presence, store: DataStore,
+        self, source: LayerSource, path: str, index: FrameIndex, presence: Presence, store: DataStore,
         sources: list[BlobSource], identity: tuple[int, int], close_sources: CloseSources = lambda _: None,
     ) -> None:  # fmt: skip
-        super().__init__(digests.hex_of(source.digest)[:12], frames, presence, store, sources)
+        super().__init__(digests.hex_of(source.digest)[:12], index.frames, presence, store, sources)
         self.source = source
         self.path = path
-        self.size = size
+        self.size = index.stream_size
+        self.diff_id = index.diff_id
         self.identity = identity
         """Device and inode of the layer's directory: another directory of the same name is another cache."""
         self.read_ahead = ReadAhead(self.starts, presence.states, self.flights.__contains__)
@@ -58,6 +78,31 @@ class Layer(FetchLayer):
         self.last_used = 0.0
         self.first_used = 0.0
         self.extents_asked = False
+        self.healed_at = 0.0
+
+    @property
+    def memory(self) -> int:
+        """About how many bytes of memory it takes to have it open."""
+        per_frame = ON_DISK if isinstance(self.frames, MappedFrames) else IN_MEMORY
+        return _BASE + per_frame * len(self.presence) + 16 * len(self.read_ahead.extents.first)
+
+    @property
+    def busy(self) -> bool:
+        """True while it must stay open: frames are on their way, or are stored and not synced yet."""
+        return bool(self.flights) or self.presence.volatile > 0
+
+    def take_back(self, frames: Sequence[int] | range, error: object) -> None:
+        """``data`` cannot be read where ``frames`` are, or is too short: they are missing now. In any thread."""
+        self.store.mend()
+        count = self.presence.lose(frames)
+        self.went_wrong("damage", error)
+        now = time.monotonic()
+        if now - self.healed_at > _QUIET:
+            self.healed_at = now
+            log.error(
+                "cached data cannot be read and is fetched again",
+                extra={"layer": self.name, "frames": count, "error": str(error), "hint": "look at the disk"},
+            )
 
     @property
     def complete(self) -> bool:
@@ -103,14 +148,21 @@ class Node:
 class LayerTable:
     """All nodes. Look-ups of known nodes take no lock; changes take ``lock``, which is held over opening a layer.
 
-    ``remember`` is called with a new node's id and name before anybody learns of it.
+    ``remember`` is called with a new node's id and name before anybody learns of it. While open layers take more than
+    ``memory_max`` bytes of memory, those that were not read for longest and are not busy are closed; ``over`` is called
+    where that does not help, so that somebody syncs them.
     """
 
     def __init__(
         self, dirs: LayerDirs, read_tail: ReadTail, open_sources: OpenSources,
         remember: Callable[[int, str], None] = lambda _id, _name: None,
         *, make_read_ahead: Callable[[Layer], ReadAhead] | None = None, close_sources: CloseSources = lambda _: None,
+        memory_max: int = 256 << 20, over: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
+        self.memory_max = memory_max
+        self.over = over
+        self.bad: dict[str, str] = {}
+        """Layers that are not served because of what is in them, and why; by digest."""
         self.dirs = dirs
         self.nodes: dict[int, Node] = {}
         self.remember = remember
@@ -147,6 +199,7 @@ class LayerTable:
             node.opened(layer)
             self._names[text] = node
             self.nodes[node.nodeid] = node
+            self.trim(keep=layer)
             return node
 
     def reopen(self, node: Node, *, fresh: bool) -> Layer | None:
@@ -164,6 +217,7 @@ class LayerTable:
             found = self._open(node.name) or (layer if layer is not None else self._open_discarded(node.name))
             if found is not None and found is not layer:
                 node.opened(found)
+                self.trim(keep=found)
             return found
 
     def open_layers(self) -> list[Layer]:
@@ -175,10 +229,39 @@ class LayerTable:
         count = 0
         for node in list(self.nodes.values()):
             layer = node.layer
-            if layer is not None and layer.last_used < before and not layer.flights and not layer.presence.volatile:
+            if layer is not None and layer.last_used < before and not layer.busy:
                 node.layer = None
                 count += 1
         return count
+
+    def memory(self) -> int:
+        """About how many bytes of memory the open layers take."""
+        return sum(layer.memory for layer in self.open_layers())
+
+    def trim(self, keep: Layer | None = None) -> int:
+        """Close the least recently used layers until the rest fit in ``memory_max``; returns how many were closed."""
+        found = [(layer.last_used, node, layer) for node in list(self.nodes.values()) if (layer := node.layer) is not None]
+        total = sum(layer.memory for _, _, layer in found)
+        count = 0
+        if total <= self.memory_max:
+            return 0
+        for _, node, layer in sorted(found, key=lambda item: item[0]):
+            if layer is keep or layer.busy or node.layer is not layer:
+                continue
+            node.layer = None
+            count += 1
+            total -= layer.memory
+            if total <= self.memory_max:
+                return count
+        self.over()
+        return count
+
+    def refuse(self, layer: Layer, reason: str) -> None:
+        """Serve ``layer`` no more: its presence file says BAD, so it will not be opened again either."""
+        self.bad[layer.source.digest] = reason
+        for node in list(self.nodes.values()):
+            if node.layer is layer:
+                node.layer = None
 
     def refresh(self, layer: Layer) -> None:
         """Take in origins that have been added to ``source.json`` since the layer was opened."""
@@ -219,22 +302,47 @@ class LayerTable:
             found = os.stat(path)
             with open(os.path.join(path, "source.json"), "rb") as file:
                 source = LayerSource.from_json(file.read(1 << 20))
-            with open(os.path.join(path, "toc"), "rb") as file:
-                tail = file.read(source.toc_length + 1)
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
             raise StorageError(f"cannot read {path}: {error.strerror}", errno=error.errno or 0) from error
         if source.digest != "sha256:" + name:
             raise FormatError(f"{path}/source.json is about {source.digest}")
-        frames, size = self._read_tail(tail, source)
+        index = self._read_index(path, source)
+        if index is None:
+            return None
         # The present file is looked at first: creating ``data`` anew must not make an old one look valid.
-        presence = Presence.open(path, frames.content_sizes, size)
-        store = DataStore.open(os.path.join(path, "data"), size)
+        presence = Presence.open(path, index.frames.content_sizes, index.stream_size)
+        if presence.verdict == BAD:
+            presence.close()
+            reason = f"its content does not have the diffID {index.diff_id}"
+            self.bad[source.digest] = reason
+            raise BadLayer(reason, member=source.digest, hint="remove the image; whoever published it must mend it")
+        self.bad.pop(source.digest, None)
+        store = DataStore.open(os.path.join(path, "data"), index.stream_size)
         sources = self._open_sources(source, source.origins)
         identity = (found.st_dev, found.st_ino)
-        layer = Layer(source, path, frames, size, presence, store, sources, identity, self._close_sources)
+        layer = Layer(source, path, index, presence, store, sources, identity, self._close_sources)
+        if presence.damage:
+            log.error("cached data is damaged and is fetched again", extra={"layer": layer.name, "error": presence.damage})
+            layer.went_wrong("damage", presence.damage)
         if self._make_read_ahead is not None:
             layer.read_ahead = self._make_read_ahead(layer)
         layer.last_used = time.monotonic()
         return layer
+
+    def _read_index(self, path: str, source: LayerSource) -> FrameIndex | None:
+        """The layer's frames from its stored tail; None where the directory is gone. Raises DamagedTail, WeenvError."""
+        try:
+            with open(os.path.join(path, "toc"), "rb") as file:
+                tail = file.read(source.toc_length + 1)
+            index = self._read_tail(tail, source)
+        except FileNotFoundError:
+            if not os.path.exists(os.path.join(path, "source.json")):
+                return None  # discarded this moment
+            raise DamagedTail(path, source, "it is gone", errno=errno.EIO) from None
+        except OSError as error:
+            raise DamagedTail(path, source, error.strerror or str(error), errno=errno.EIO) from error
+        except VerificationError as error:
+            raise DamagedTail(path, source, str(error), errno=errno.EIO) from error
+        return FrameIndex(spool(index.frames, path), index.stream_size, index.diff_id)

@@ -21,7 +21,7 @@ from typing import Final
 
 from weenv.core.errors import FormatError, StorageError, WeenvError
 from weenv.plugin.snapshotter.blobfs import wire
-from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable, Node
+from weenv.plugin.snapshotter.blobfs.layers import BadLayer, DamagedTail, Layer, LayerTable, Node
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.flight import AHEAD, Waiter
 
@@ -61,7 +61,7 @@ class ServeStats:
 class PendingRead(Waiter):
     """A READ that waits for frames."""
 
-    __slots__ = ("end", "first", "layer", "length", "offset", "pid", "server", "since", "unique")
+    __slots__ = ("again", "end", "first", "layer", "length", "offset", "pid", "server", "since", "unique")
 
     def __init__(
         self, server: Server, layer: Layer, unique: int, pid: int, offset: int, length: int, first: int, end: int
@@ -75,6 +75,7 @@ class PendingRead(Waiter):
         self.length = length
         self.first = first
         self.end = end
+        self.again = True  # whether to fetch what turns out not to be readable in ``data``
         self.since = time.monotonic()
 
     def complete(self) -> None:
@@ -88,11 +89,11 @@ class PendingRead(Waiter):
             if content is None:
                 try:
                     piece: bytes | memoryview = os.pread(layer.store.fd, upto - position, position)
+                    if len(piece) != upto - position:
+                        raise OSError(errno.EIO, f"data is short: {len(piece)} of {upto - position} bytes at {position}")
                 except OSError as error:
-                    piece = b""
-                    log.error("cannot read cached data", extra={"layer": layer.name, "error": str(error)})
-                if len(piece) != upto - position:
-                    self.fail(errno.EIO)
+                    layer.take_back([number for number, held in self.pieces.items() if held is None], error)
+                    self._once_more()
                     return
             else:
                 piece = memoryview(content)[position - begin : upto - begin]
@@ -100,6 +101,16 @@ class PendingRead(Waiter):
             position = upto
         self.server.answered(self)
         self.server.send(parts)
+
+    def _once_more(self) -> None:
+        """Ask for the frames again; those that were in ``data`` are missing now."""
+        if not self.again:
+            self.fail(errno.EIO)
+            return
+        self.again = False
+        self.left = 0
+        self.pieces = {}
+        self.server.fetcher.request(self.layer, range(self.first, self.end), self)
 
     def fail(self, code: int) -> None:
         """Answer with an error."""
@@ -110,7 +121,9 @@ class PendingRead(Waiter):
 class Server:
     """Serves the connection behind ``fuse`` from ``table`` until :meth:`run` threads find it gone.
 
-    ``on_init`` is called with what INIT agreed on; ``on_miss`` with a layer the first time that data of it is missing.
+    ``on_init`` is called with what INIT agreed on; ``on_miss`` with a layer the first time that data of it is missing;
+    ``on_damage`` with a layer whose tail must be fetched again, and the ``unique`` of a request that waits in ``parked``
+    until :meth:`resume` is called for it. All are called in FUSE threads.
     """
 
     def __init__(
@@ -118,6 +131,7 @@ class Server:
         on_init: Callable[[wire.InitOut], None] = lambda _: None,
         on_miss: Callable[[Layer], None] = lambda _: None,
         on_end: Callable[[], None] = lambda: None,
+        on_damage: Callable[[DamagedTail, int], None] | None = None,
     ) -> None:  # fmt: skip
         self.fuse = fuse
         self.table = table
@@ -126,6 +140,10 @@ class Server:
         self.stats: list[ServeStats] = []
         self.waiting: dict[int, PendingRead] = {}
         """READs that wait for data, by ``unique``."""
+        self.parked: dict[int, tuple[int, bytes]] = {}
+        """Requests, with their thread ids, that wait for a layer's tail, by ``unique``; whoever takes one out answers it."""
+        self._on_damage = on_damage
+        self._quiet: dict[str, float] = {}  # when a layer that cannot be opened may be complained of again
         self._on_init = on_init
         self._on_miss = on_miss
         self._on_end = on_end
@@ -194,7 +212,7 @@ class Server:
                 continue
             layer = node.layer
             if layer is None:
-                layer = self._reopened(node, unique, stats)
+                layer = self._reopened(node, unique, stats, view[:size])
                 if layer is None:
                     continue
             stats.reads += 1
@@ -221,8 +239,8 @@ class Server:
                     raise OSError(errno.EIO, f"data is short: {got} of {length} bytes at {offset}")
             except OSError as error:
                 stats.error("data")
-                log.error("cannot read cached data", extra={"layer": layer.name, "error": str(error)})
-                self.send([wire.reply_error(unique, errno.EIO)])
+                layer.take_back(range(first, end), error)
+                self._miss(layer, unique, pid, offset, length, first, end, [])
                 continue
             stats.hits += 1
             stats.served_bytes += length
@@ -269,14 +287,18 @@ class Server:
             else:
                 stats.served_bytes += pending.length
 
-    def _reopened(self, node: Node, unique: int, stats: ServeStats) -> Layer | None:
-        """The layer of a node that is not open; answers the request itself where there is none."""
+    def _reopened(self, node: Node, unique: int, stats: ServeStats, message: memoryview | None) -> Layer | None:
+        """The layer of a node that is not open; where there is none, the request is answered, or parked for later."""
         code = errno.EIO
         try:
             layer = self.table.reopen(node, fresh=False)
             if layer is not None:
                 return layer
             log.error("a layer in use has lost its directory", extra={"layer": node.name})
+        except DamagedTail as error:
+            if message is not None and self._park(error, message):
+                return None
+            code = self._broken(node.name, error)
         except WeenvError as error:
             code = self._broken(node.name, error)
         stats.error("layer")
@@ -284,12 +306,74 @@ class Server:
         return None
 
     def _broken(self, name: str, error: WeenvError) -> int:
-        log.error("a layer cannot be opened", extra={"layer": name, "error": str(error)})
+        now = time.monotonic()
+        if now >= self._quiet.get(name, 0.0):
+            if len(self._quiet) > 1000:
+                self._quiet.clear()
+            self._quiet[name] = now + 10.0
+            log.error("a layer cannot be opened", extra={"layer": name, "error": str(error), "hint": error.hint})
         return (error.errno or errno.EIO) if isinstance(error, StorageError) else errno.EIO
+
+    def _park(self, damage: DamagedTail, message: memoryview) -> bool:
+        """Keep a request until its layer's tail has been fetched again; False where nobody would do that."""
+        if self._on_damage is None:
+            return False
+        request = wire.parse(message)
+        self.parked[request.unique] = (request.pid, bytes(message))
+        self._on_damage(damage, request.unique)
+        return True
+
+    def resume(self, unique: int) -> None:
+        """Carry out a parked request; a tail that is still damaged is an error now. Blocks on the disk; any thread."""
+        parked = self.parked.pop(unique, None)
+        if parked is None:
+            return  # its reader was killed meanwhile
+        stats = self._waits
+        message = memoryview(parked[1])
+        if message[4] != wire.READ:
+            self._other(message, stats, park=False)
+            return
+        _, _, unique, nodeid, _, _, pid, _, _, _, offset, length = wire.READ_REQUEST.unpack_from(message)
+        node = self.table.nodes.get(nodeid)
+        layer = node and (node.layer or self._reopened(node, unique, stats, None))
+        if layer is None:
+            if node is None:
+                self.send([wire.reply_error(unique, errno.ESTALE)])
+            return
+        length = min(length, layer.size - offset, MAX_READ)
+        if length <= 0:
+            self.send([wire.reply(unique)])
+            return
+        first = bisect_right(layer.contents, offset) - 1
+        end = bisect_left(layer.contents, offset + length, first)
+        layer.last_used = time.monotonic()
+        self._miss(layer, unique, pid, offset, length, first, end, [])
+
+    def release_killed(self) -> int:
+        """Let go of requests whose readers are being killed; returns how many. To be called every second or so.
+
+        INTERRUPT comes once for a request, perhaps for an ordinary signal before the SIGKILL, perhaps before the request
+        itself has been looked at; a killed process must not hang until a source's deadline all the same.
+        """
+        count = 0
+        for pending in list(self.waiting.values()):
+            count += bool(pending.pid) and _is_killed(pending.pid) and self._release(pending)
+        for unique, (pid, _) in list(self.parked.items()):
+            if pid and _is_killed(pid) and self.parked.pop(unique, None) is not None:
+                self.send([wire.reply_error(unique, errno.EINTR)])
+                count += 1
+        return count
+
+    def _release(self, pending: PendingRead) -> bool:
+        if not self.fetcher.abandon(pending):
+            return False
+        self.answered(pending, errno.EINTR)
+        self.send([wire.reply_error(pending.unique, errno.EINTR)])
+        return True
 
     # -- everything else ----------------------------------------------------------------------------------------------
 
-    def _other(self, message: memoryview, stats: ServeStats) -> None:
+    def _other(self, message: memoryview, stats: ServeStats, *, park: bool = True) -> None:
         unique, opcode = 0, 0
         try:
             request = wire.parse(message)
@@ -303,6 +387,14 @@ class Server:
                 answer = wire.reply_error(unique, errno.ESTALE)
             else:
                 answer = wire.reply_error(unique, errno.ENOSYS)
+        except DamagedTail as error:
+            if park and self._park(error, message):
+                return
+            stats.error("layer")
+            answer = wire.reply_error(unique, self._broken(os.path.basename(error.path), error))
+        except BadLayer as error:
+            stats.error("layer")
+            answer = wire.reply_error(unique, self._broken(error.member, error))
         except FormatError as error:
             stats.error("protocol")
             log.error("a FUSE request cannot be understood", extra={"opcode": opcode, "error": str(error)})
@@ -325,6 +417,8 @@ class Server:
         name = wire.parse_name(request.body)
         try:
             node = self.table.lookup(name) if request.nodeid == wire.ROOT_ID else None
+        except (DamagedTail, BadLayer):
+            raise
         except WeenvError as error:
             return wire.reply_error(request.unique, self._broken(name.decode("ascii", "replace"), error))
         if node is None:
@@ -355,6 +449,8 @@ class Server:
         try:
             if self.table.reopen(node, fresh=fresh) is None:
                 return wire.reply_error(request.unique, errno.ENOENT)
+        except (DamagedTail, BadLayer):
+            raise
         except WeenvError as error:
             return wire.reply_error(request.unique, self._broken(node.name, error))
         return node
@@ -383,9 +479,8 @@ class Server:
         """
         target = wire.parse_unique(request.body)
         pending = self.waiting.get(target) or self.waiting.get(target | wire.UNIQUE_RESEND)
-        if pending is not None and _is_killed(pending.pid) and self.fetcher.abandon(pending):
-            self.answered(pending, errno.EINTR)
-            self.send([wire.reply_error(pending.unique, errno.EINTR)])
+        if pending is not None and _is_killed(pending.pid):
+            self._release(pending)
 
 
 def _is_killed(pid: int) -> bool:

@@ -4,15 +4,18 @@
 
     offset  size  field
     0       8     magic ``WEENVPRS``
-    8       4     version, 1
+    8       4     version, 2
     12      4     CRC-32 of the header with this field zero
     16      8     n, the number of frames
     24      8     size of the tar stream, bytes
     32      16    boot id: of the boot during which the VOLATILE marks below were made
-    48      16    zero
+    48      1     whether the stream has its diffID: 0 UNCHECKED, 1 GOOD, 2 BAD, 3 AGAIN (docs/adr/0004)
+    49      1     1: ``data`` had no hole when it was found GOOD, so it must have none
+    50      14    zero
     64      4 n   content size of each frame, bytes
-    64+4n   n     state of each frame: 0 missing, 1 VOLATILE, 3 DURABLE
+    64+4n   n     state of each frame: 0 missing, 0x35 VOLATILE, 0xCA DURABLE
 
+The states differ from each other in at least four bits: a turned bit is no state, and a file that has one holds nothing.
 Little-endian. Only blobfs writes the file; anyone may read it at any time.
 
 What a mark promises
@@ -22,6 +25,8 @@ What a mark promises
     *DURABLE*: ``fdatasync`` of ``data`` returned after the frame was written and before the mark was. It is true
     across power cuts, as far as the disk keeps what it acknowledged.
     :func:`is_complete` is therefore safe for a mount that lives no longer than this boot, which every mount does.
+    A mark says nothing of a disk that loses what it has acknowledged. What can be seen of that for nothing is looked at:
+    a marked frame that lies in a hole of ``data``, or behind its end, is missing (:meth:`Presence.open`).
 
 A mark is one ``pwrite`` of one byte: no lock between processes, nothing to tear, and a full disk is an OSError, where a
 shared mapping would be a SIGBUS. A missing or malformed file means that no frame is there.
@@ -33,6 +38,8 @@ import os
 import struct
 import threading
 import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -43,12 +50,21 @@ from weenv.core.errors import FormatError
 from weenv.layer.limits import DEFAULT_LIMITS
 
 MAGIC: Final = b"WEENVPRS"
-VERSION: Final = 1
+VERSION: Final = 2
 MISSING: Final = 0
-VOLATILE: Final = 1
-DURABLE: Final = 3
+VOLATILE: Final = 0x35
+DURABLE: Final = 0xCA
 
-_HEADER: Final = struct.Struct("<8sIIQQ16s16x")
+UNCHECKED: Final = 0
+"""Nobody has hashed the whole stream yet."""
+GOOD: Final = 1
+"""The stream has the diffID that the TOC promises."""
+BAD: Final = 2
+"""It has not, though it was fetched twice: the TOC lies."""
+AGAIN: Final = 3
+"""It had not, so everything is being fetched a second time: the disk may have been wrong."""
+
+_HEADER: Final = struct.Struct("<8sIIQQ16sBB14x")
 _NAME: Final = "present"
 _DATA: Final = "data"
 
@@ -59,54 +75,128 @@ def boot_id() -> bytes:
         return bytes.fromhex(file.read().strip().replace("-", ""))
 
 
-def _header(frames: int, stream_size: int, boot: bytes) -> bytes:
-    bare = _HEADER.pack(MAGIC, VERSION, 0, frames, stream_size, boot)
-    return _HEADER.pack(MAGIC, VERSION, zlib.crc32(bare), frames, stream_size, boot)
+def _header(frames: int, stream_size: int, boot: bytes, verdict: int, solid: bool) -> bytes:
+    bare = _HEADER.pack(MAGIC, VERSION, 0, frames, stream_size, boot, verdict, solid)
+    return _HEADER.pack(MAGIC, VERSION, zlib.crc32(bare), frames, stream_size, boot, verdict, solid)
 
 
-def _parse(content: bytes) -> tuple[int, bytes, NDArray[np.uint32], bytearray]:
-    """Stream size, boot id, content sizes and states of a ``present`` file. Raises :class:`FormatError`."""
+@dataclass(slots=True)
+class _Found:
+    """A ``present`` file as valid for the running boot. ``stale``: its marks or verdict are those of an earlier boot."""
+
+    stream_size: int
+    sizes: NDArray[np.uint32]
+    states: bytearray
+    verdict: int
+    solid: bool
+    stale: bool = False
+
+
+def _parse(content: bytes) -> tuple[_Found, bytes]:
+    """What a ``present`` file says, and the boot id in it. Raises :class:`FormatError`."""
     if len(content) < _HEADER.size:
         raise FormatError("the present file is shorter than its header")
-    magic, version, crc, frames, stream_size, boot = _HEADER.unpack_from(content)
+    magic, version, crc, frames, stream_size, boot, verdict, solid = _HEADER.unpack_from(content)
     if magic != MAGIC or version != VERSION:
         raise FormatError("the present file has another magic or version")
-    if zlib.crc32(_HEADER.pack(MAGIC, VERSION, 0, frames, stream_size, boot)) != crc:
+    if zlib.crc32(_HEADER.pack(MAGIC, VERSION, 0, frames, stream_size, boot, verdict, solid)) != crc:
         raise FormatError("the present file's header is damaged")
     if len(content) != _HEADER.size + 5 * frames:
         raise FormatError("the present file has the wrong length")
     sizes = np.frombuffer(content, "<u4", frames, _HEADER.size)
     states = bytearray(content[_HEADER.size + 4 * frames :])
-    if states.translate(None, b"\x00\x01\x03"):
+    if states.translate(None, bytes((MISSING, VOLATILE, DURABLE))):
         raise FormatError("the present file has a frame in an unknown state")
-    return stream_size, boot, sizes, states
+    return _Found(stream_size, sizes, states, verdict, bool(solid)), boot
 
 
-def _read(layer_dir: str) -> tuple[int, NDArray[np.uint32], bytearray] | None:
-    """Stream size, content sizes and states as valid for the running boot; None where there is nothing usable."""
+def _load(layer_dir: str) -> _Found:
+    """Read and parse ``present``; marks that another boot made void are gone. Raises OSError, :class:`FormatError`."""
+    with open(os.path.join(layer_dir, _NAME), "rb") as file:
+        content = file.read(_HEADER.size + 5 * DEFAULT_LIMITS.max_frames + 1)
+    found, boot = _parse(content)
+    if boot != boot_id():
+        found.states = found.states.translate(_AFTER_REBOOT)
+        found.stale = True
+    if found.verdict == GOOD and MISSING in found.states:
+        found.verdict = UNCHECKED
+    return found
+
+
+def _read(layer_dir: str) -> _Found | None:
+    """What holds for the running boot; None where there is nothing usable."""
     try:
-        with open(os.path.join(layer_dir, _NAME), "rb") as file:
-            content = file.read(_HEADER.size + 5 * DEFAULT_LIMITS.max_frames + 1)
-        stream_size, boot, sizes, states = _parse(content)
-        if os.stat(os.path.join(layer_dir, _DATA)).st_size != stream_size:
+        found = _load(layer_dir)
+        if os.stat(os.path.join(layer_dir, _DATA)).st_size != found.stream_size:
             return None
     except (OSError, FormatError):
         return None
-    if boot != boot_id():
-        states = states.translate(_AFTER_REBOOT)
-    return stream_size, sizes, states
+    return found
 
 
 _AFTER_REBOOT: Final = bytes(state if state == DURABLE else MISSING for state in range(256))
 
 
 def is_complete(layer_dir: str) -> bool:
-    """True where every frame of the layer is in ``data`` and will be for as long as this boot lasts.
+    """True where every frame of the layer is in ``data``, will be for as long as this boot lasts, and all has its diffID.
 
     False where there is no layer, no file, or a damaged one; never raises.
     """
     found = _read(layer_dir)
-    return found is not None and MISSING not in found[2]
+    if found is None or found.verdict != GOOD or MISSING in found.states:
+        return False
+    return not found.solid or not _has_hole(os.path.join(layer_dir, _DATA), found.stream_size)
+
+
+def is_bad(layer_dir: str) -> bool:
+    """True where the whole stream was found not to have its diffID (:data:`BAD`); never raises."""
+    try:
+        return _load(layer_dir).verdict == BAD
+    except (OSError, FormatError):
+        return False
+
+
+def _has_hole(path: str, size: int) -> bool:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return True
+    try:
+        return first_hole(fd, 0, size) < size
+    finally:
+        os.close(fd)
+
+
+def first_hole(fd: int, begin: int, end: int) -> int:
+    """The offset of the first hole of a file in ``[begin, end)``, its end being one; ``end`` where there is none."""
+    if begin >= end:
+        return end
+    try:
+        return min(os.lseek(fd, begin, os.SEEK_HOLE), end)
+    except OSError:  # ENXIO: behind the file's end
+        return begin
+
+
+def lost_frames(fd: int, sizes: NDArray[np.uint32], states: bytearray) -> list[int]:
+    """The frames that ``states`` has as present and ``data`` has not: they lie in a hole, or behind the file's end.
+
+    Two system calls for each run of present frames, and more only where something is lost.
+    """
+    there = np.frombuffer(bytes(states), np.uint8) != MISSING
+    edges = np.flatnonzero(np.diff(there, prepend=False, append=False))
+    ends = np.cumsum(sizes, dtype=np.int64)
+    lost: list[int] = []
+    for first, last in edges.reshape(-1, 2).tolist():
+        position, stop = int(ends[first]) - int(sizes[first]), int(ends[last - 1])
+        while (hole := first_hole(fd, position, stop)) < stop:
+            try:
+                position = min(os.lseek(fd, hole, os.SEEK_DATA), stop)
+            except OSError:
+                position = stop
+            low = int(np.searchsorted(ends, hole, side="right"))
+            high = int(np.searchsorted(ends, position, side="left")) + 1
+            lost += range(max(low, first), min(high, last))
+    return sorted(set(lost))
 
 
 def progress(layer_dir: str) -> tuple[int, int]:
@@ -114,16 +204,16 @@ def progress(layer_dir: str) -> tuple[int, int]:
     found = _read(layer_dir)
     if found is None:
         return 0, 0
-    stream_size, sizes, states = found
-    return int(sizes[np.frombuffer(states, np.uint8) != MISSING].sum(dtype=np.uint64)), stream_size
+    there = np.frombuffer(bytes(found.states), np.uint8) != MISSING
+    return int(found.sizes[there].sum(dtype=np.uint64)), found.stream_size
 
 
 def frame_states(layer_dir: str, sizes: NDArray[np.uint32], stream_size: int) -> bytearray | None:
     """The state of each frame as valid for the running boot; None where the file is not one of these frames."""
     found = _read(layer_dir)
-    if found is None or found[0] != stream_size or not np.array_equal(found[1], sizes):
+    if found is None or found.stream_size != stream_size or not np.array_equal(found.sizes, sizes):
         return None
-    return found[2]
+    return found.states
 
 
 class Presence:
@@ -137,6 +227,11 @@ class Presence:
     def __init__(self, sizes: NDArray[np.uint32], stream_size: int, path: str | None) -> None:
         self.states = bytearray(len(sizes))
         self.persistent = False
+        self.verdict = UNCHECKED
+        """UNCHECKED, GOOD, BAD or AGAIN: whether the whole stream has its diffID."""
+        self.damage = ""
+        """Why marks that the file had were not believed; empty where all is well."""
+        self._solid = False
         self._sizes = sizes.astype("<u4", copy=False)
         self._stream_size = stream_size
         self._path = path
@@ -144,21 +239,54 @@ class Presence:
         self._lock = threading.Lock()
         self._missing = len(sizes)
         self._volatile = 0
+        self._taken_back: set[int] = set()
 
     @classmethod
     def open(cls, layer_dir: str, sizes: NDArray[np.uint32], stream_size: int) -> Presence:
         """Load what holds for this boot from ``layer_dir``, and begin a new file where there is none that fits.
 
-        ``sizes`` are the frames' content sizes. A file that cannot be written (full disk) is no error.
+        ``sizes`` are the frames' content sizes. A file that cannot be written (full disk) is no error. Marks of frames that
+        ``data`` has not are taken back, and ``damage`` says so.
         """
         presence = cls(sizes, stream_size, os.path.join(layer_dir, _NAME))
-        found = _read(layer_dir)
-        if found is not None and found[0] == stream_size and np.array_equal(found[1], sizes):
-            presence.states[:] = found[2]
-            presence._missing = presence.states.count(MISSING)
-            presence._volatile = presence.states.count(VOLATILE)
+        try:
+            found = _load(layer_dir)
+            if found.stream_size != stream_size or not np.array_equal(found.sizes, sizes):
+                raise FormatError("the present file is about other frames")
+            presence._take(found, os.path.join(layer_dir, _DATA))
+        except FileNotFoundError:
+            pass
+        except (OSError, FormatError) as error:
+            presence.damage = str(error)
         presence.persist()
         return presence
+
+    def _take(self, found: _Found, data: str) -> None:
+        """Believe what ``found`` says as far as ``data`` bears it out. Raises OSError, FormatError."""
+        self.verdict, self._solid = found.verdict, found.solid
+        states = found.states
+        if states.count(MISSING) < len(states):
+            try:
+                fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise FormatError("data is gone") from None
+            try:
+                size = os.fstat(fd).st_size
+                # Found good with holes: this file system makes holes of zeros, so they say nothing.
+                porous = found.verdict == GOOD and not found.solid
+                lost = lost_frames(fd, self._sizes, states) if size < self._stream_size or not porous else []
+            finally:
+                os.close(fd)
+            if size > self._stream_size:
+                raise FormatError(f"data has {size} bytes instead of {self._stream_size}")
+            for frame in lost:
+                states[frame] = MISSING
+            if lost:
+                self.damage = f"data has lost {len(lost)} frames"
+                self.verdict = AGAIN if found.verdict == AGAIN else BAD if found.verdict == BAD else UNCHECKED
+        self.states[:] = states
+        self._missing = states.count(MISSING)
+        self._volatile = states.count(VOLATILE)
 
     def persist(self) -> bool:
         """Make the file agree with memory where it does not exist yet or belongs to an earlier boot; False: disk full."""
@@ -166,7 +294,7 @@ class Presence:
             if self.persistent or self._path is None:
                 return self.persistent
             try:
-                content = _header(len(self._sizes), self._stream_size, boot_id()) + self._sizes.tobytes() + self.states
+                content = self._header() + self._sizes.tobytes() + self.states
                 write_atomic(self._path, content, durable=False)
                 fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             except OSError:
@@ -176,6 +304,9 @@ class Presence:
             self._fd = fd
             self.persistent = True
             return True
+
+    def _header(self) -> bytes:
+        return _header(len(self._sizes), self._stream_size, boot_id(), self.verdict, self._solid)
 
     def __len__(self) -> int:
         return len(self.states)
@@ -199,9 +330,43 @@ class Presence:
             self._missing -= 1
             self._volatile += 1
 
+    def lose(self, frames: Iterable[int]) -> int:
+        """Record that ``data`` does not hold ``frames`` after all; returns how many were thought to be there."""
+        count = 0
+        with self._lock:
+            if self.verdict == GOOD:
+                self._judge(UNCHECKED, solid=False)
+            for frame in frames:
+                state = self.states[frame]
+                if state == MISSING:
+                    continue
+                self._store(frame, MISSING)
+                self._taken_back.add(frame)
+                self._missing += 1
+                self._volatile -= state == VOLATILE
+                count += 1
+        return count
+
+    def judge(self, verdict: int, *, solid: bool = False) -> bool:
+        """Record what hashing the stream has shown; False where a frame has been lost meanwhile, which voids GOOD."""
+        with self._lock:
+            if verdict == GOOD and self._missing:
+                return False
+            self._judge(verdict, solid=solid)
+            return True
+
+    def _judge(self, verdict: int, *, solid: bool) -> None:
+        self.verdict, self._solid = verdict, solid
+        if self.persistent:
+            try:
+                os.pwrite(self._fd, self._header(), 0)
+            except OSError:
+                self.persistent = False
+
     def volatile_frames(self) -> list[int]:
         """The frames to pass to :meth:`make_durable` after an ``fdatasync`` of ``data`` that begins now."""
         with self._lock:
+            self._taken_back.clear()
             states = np.frombuffer(bytes(self.states), np.uint8)
         return [int(frame) for frame in np.flatnonzero(states == VOLATILE)]
 
@@ -209,7 +374,7 @@ class Presence:
         """Record that ``frames`` survive a power cut; ``data`` has been synced since they were written."""
         with self._lock:
             for frame in frames:
-                if self.states[frame] == VOLATILE:
+                if self.states[frame] == VOLATILE and frame not in self._taken_back:  # else written anew since then
                     self._store(frame, DURABLE)
                     self._volatile -= 1
             fd = os.dup(self._fd) if self.persistent else -1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import threading
@@ -17,7 +18,8 @@ _RETRY: Final = 1.0
 class DataStore:
     """The sparse file at ``path``, ``size`` bytes long. Reads and writes may come from any thread.
 
-    ``fd`` is -1 while the file cannot be created; :meth:`write` then tries again about once a second.
+    ``fd`` is -1 while the file cannot be created, and open for reading only on a disk that takes no writes; :meth:`write`
+    then tries again about once a second.
     """
 
     def __init__(self, path: str, size: int) -> None:
@@ -26,16 +28,19 @@ class DataStore:
         self._size = size
         self._lock = threading.Lock()
         self._next_try = 0.0
+        self._writable = False
 
     @classmethod
     def open(cls, path: str, size: int) -> DataStore:
-        """Open or create the file. A full disk is no error here; other failures raise :class:`StorageError`."""
+        """Open or create the file. A full or read-only disk is no error here; others raise :class:`StorageError`."""
         store = cls(path, size)
         try:
             store._create()
         except OSError as error:
             if not is_full(error):
                 raise StorageError(f"cannot open {path}: {error.strerror}", errno=error.errno or 0) from error
+            with contextlib.suppress(OSError):
+                store.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return store
 
     def _create(self) -> None:
@@ -43,17 +48,29 @@ class DataStore:
         try:
             if os.fstat(fd).st_size != self._size:
                 os.ftruncate(fd, self._size)
+            if self.fd >= 0:
+                os.dup2(fd, self.fd, inheritable=False)  # in one step: others may be reading
         except BaseException:
             os.close(fd)
             raise
-        self.fd = fd
+        if self.fd >= 0:
+            os.close(fd)
+        else:
+            self.fd = fd
+        self._writable = True
+
+    def mend(self) -> None:
+        """Give the file its length again, where something has cut it. Never raises: a write will say what is wrong."""
+        with contextlib.suppress(OSError):
+            if self._writable and os.fstat(self.fd).st_size < self._size:
+                os.ftruncate(self.fd, self._size)
 
     def write(self, offset: int, content: bytes | memoryview) -> None:
         """Write all of ``content`` at ``offset``. Raises :class:`StorageError`; its errno is ENOSPC where space ran out."""
         try:
-            if self.fd < 0:
+            if not self._writable:
                 with self._lock:
-                    if self.fd < 0:
+                    if not self._writable:
                         now = time.monotonic()
                         if now < self._next_try:
                             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -83,11 +100,12 @@ class DataStore:
 
     def close(self) -> None:
         """Close the file. No read or write may be under way."""
+        self._writable = False
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
 
 def is_full(error: OSError | StorageError) -> bool:
-    """True where ``error`` says that the disk has no room (as opposed to a broken disk)."""
-    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    """True where ``error`` says that the disk has no room or is read-only now (as opposed to a broken disk)."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)

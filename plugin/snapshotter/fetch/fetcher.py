@@ -538,7 +538,7 @@ class Fetcher:
             if flight.priority == DEMAND:
                 self._demanded -= 1
                 self.stats.error("eio")
-                layer.refused[frame] = now + self.settings.refuse
+                layer.refuse(frame, now + self.settings.refuse, now)
             complain = flight.priority == DEMAND and now >= layer.complain_after
             if complain:
                 layer.complain_after = now + 10.0

@@ -6,14 +6,15 @@ All of it is guarded by the fetcher's lock, except where a member says otherwise
 from __future__ import annotations
 
 import asyncio
-from array import array
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from weenv.layer.toc import Frames
 from weenv.plugin.snapshotter.cache.present import Presence
 from weenv.plugin.snapshotter.cache.store import DataStore
+from weenv.plugin.snapshotter.cache.tables import MappedFrames
 from weenv.plugin.snapshotter.fetch.planner import offsets
 from weenv.registry.source import BlobSource
 
@@ -31,6 +32,9 @@ ACTIVE: Final = 1
 PAUSED: Final = 2
 """It failed, and is queued again in a moment."""
 
+
+_REFUSED: Final = 1024
+"""So many frames may be refused before those whose time is over are forgotten."""
 
 Verify = Callable[[Frames, int, bytes], bytes]
 """``verify_frame(frames, number, compressed) -> content``: checks the digest, then decompresses. Raises FormatError."""
@@ -138,18 +142,36 @@ class FetchLayer:
     presence: Presence
     store: DataStore
     sources: list[BlobSource]
-    starts: array[int] = field(init=False)
+    starts: Sequence[int] = field(init=False)
     """Compressed offsets, n + 1 of them."""
-    contents: array[int] = field(init=False)
+    contents: Sequence[int] = field(init=False)
     """Content offsets (in the tar stream), n + 1 of them."""
     flights: dict[int, Flight] = field(init=False, default_factory=dict)
     refused: dict[int, float] = field(init=False, default_factory=dict)
     preferred: int = field(init=False, default=0)
     complain_after: float = field(init=False, default=0.0)
 
+    last_error: str = field(init=False, default="")
+    """What went wrong last, for whoever asks the operator's questions; empty where nothing has."""
+    errors: dict[str, int] = field(init=False, default_factory=dict)
+    """This layer's share of :attr:`FetchStats.errors`."""
+
     def __post_init__(self) -> None:
-        self.starts = offsets(self.frames.compressed_offsets)
-        self.contents = offsets(self.frames.content_offsets)
+        compressed, content = self.frames.compressed_offsets, self.frames.content_offsets
+        mapped = isinstance(self.frames, MappedFrames)  # then no copy in memory
+        self.starts = compressed.data if mapped else offsets(compressed)
+        self.contents = content.data if mapped else offsets(content)
+
+    def refuse(self, frame: int, until: float, now: float) -> None:
+        """Readers of ``frame`` get EIO without another attempt ``until`` then (``time.monotonic()``)."""
+        if len(self.refused) >= _REFUSED:
+            self.refused = {key: when for key, when in self.refused.items() if when > now}
+        self.refused[frame] = until
+
+    def went_wrong(self, kind: str, error: object) -> None:
+        """Remember an error of this layer."""
+        self.errors[kind] = self.errors.get(kind, 0) + 1
+        self.last_error = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {error}"[:500]
 
 
 @dataclass

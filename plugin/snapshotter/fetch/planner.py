@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,7 +87,7 @@ class Extents:
 
 
 def span(
-    frame: int, starts: array[int], wanted: Callable[[int], bool], urgent: Callable[[int], bool], limit: int
+    frame: int, starts: Sequence[int], wanted: Callable[[int], bool], urgent: Callable[[int], bool], limit: int
 ) -> tuple[int, int]:
     """``(first, end)`` of one ranged read: ``frame`` and its neighbours that are ``wanted``, at most ``limit`` bytes.
 
@@ -140,7 +140,7 @@ class ReadAhead:
 
     def __init__(
         self,
-        starts: array[int],
+        starts: Sequence[int],
         states: bytearray,
         planned: Callable[[int], bool],
         *,

@@ -44,6 +44,8 @@ _PREFIX = struct.Struct(">BI")  # gRPC: compressed flag, message length
 # :status 200 (static index 8), content-type: application/grpc (name: static index 31, not indexed)
 _RESPONSE = b"\x88\x0f\x10\x10application/grpc"
 _OK = literal(b"grpc-status", b"0")
+_ANSWER = struct.Struct(f">HBBBI{len(_RESPONSE)}sHBBBIBI")  # headers, then the head of a data frame and gRPC's prefix
+_END = struct.Struct(f">HBBBI{len(_OK)}s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ class Connection:
         self._peer_frame = _MAX_FRAME
         self._received = 0
         self._closing = False
+        self._decoded: tuple[list[tuple[bytes, bytes]], dict[str, str]] = ([], {})
         settings = _SETTING.pack(3, MAX_STREAMS) + _SETTING.pack(4, _WINDOW)
         self._out.append(_frame(SETTINGS, 0, 0, settings))
         self._out.append(_frame(WINDOW_UPDATE, 0, 0, _U32.pack(_CONNECTION_WINDOW - 65535)))
@@ -257,7 +260,10 @@ class Connection:
         if state.asked:
             raise Broken(STREAM_CLOSED, "a request goes on after its end")
         state.asked = True
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in state.headers}
+        known, headers = self._decoded
+        if state.headers is not known:  # the decoder gives the same list for the same block
+            headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in state.headers}
+            self._decoded = (state.headers, headers)
         body = state.body
         if headers.get(":method") != "POST" or not headers.get("content-type", "").startswith("application/grpc"):
             self.finish(stream, 3, "not a gRPC request")
@@ -323,6 +329,25 @@ class Connection:
             self._out.append(_frame(HEADERS, _END_HEADERS, stream, _RESPONSE))
         state.queue.append(memoryview(_PREFIX.pack(0, len(message)) + message))
         self._flush(stream, state)
+
+    def answer(self, stream: int, message: bytes) -> None:
+        """:meth:`send` of the only message and :meth:`finish`. Does nothing where the stream is gone."""
+        state = self._streams.get(stream)
+        if state is None:
+            return
+        size = len(message) + _PREFIX.size
+        if state.begun or not state.asked or size > min(self._window, state.window, self._peer_frame):
+            self.send(stream, message)
+            self.finish(stream)
+            return
+        self._window -= size
+        del self._streams[stream]
+        begin = _ANSWER.pack(
+            0, len(_RESPONSE), HEADERS, _END_HEADERS, stream, _RESPONSE,
+            size >> 8, size & 255, DATA, 0, stream, 0, len(message),
+        )  # fmt: skip
+        end = _END.pack(0, len(_OK), HEADERS, _END_HEADERS | _END_STREAM, stream, _OK)
+        self._out += (begin, message, end)
 
     def waiting(self, stream: int) -> bool:
         """True where the client has to read on before more is worth making."""

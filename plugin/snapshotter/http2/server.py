@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from weenv.plugin.snapshotter.http2.connection import Broken, Cancelled, Connection, Request
 
@@ -13,8 +14,12 @@ log = logging.getLogger(__name__)
 Handler = Callable[[bytes, Mapping[str, str]], AsyncIterator[bytes]]
 """(message, headers) -> the messages of the answer. Refuses by raising :class:`Refused`."""
 
+Quick = Callable[[Sequence[bytes]], Sequence[bytes | None]]
+"""Messages of requests that arrived together -> their answers, made without waiting; None: the handler has to be asked."""
+
 _TOGETHER = 8
-"""Answers sent with one system call at most."""
+"""Answers sent with one system call at most, and requests given to a :data:`Quick` handler together. The first of
+many need not wait for the last, and what eight share (a transaction, a system call) is little for each."""
 UNIMPLEMENTED = 12
 INTERNAL = 13
 
@@ -69,15 +74,22 @@ class _Protocol(asyncio.Protocol):
                 self.transport.close()
             return
         self._moved.set()
-        loop = asyncio.get_running_loop()
+        quick = self.server.quick
         for event in events:
             if isinstance(event, Cancelled):
                 task = self.tasks.get(event.stream)
                 if task is not None:
                     task.cancel()
+            elif event.path in quick:
+                self.server.submit(self, event)
             else:
-                self.tasks[event.stream] = loop.create_task(self._answer(event), name=event.path)
+                self.begin(event)
         self.flush_soon()
+
+    def begin(self, request: Request) -> None:
+        """Answer a request in a task."""
+        task = asyncio.get_running_loop().create_task(self._answer(request), name=request.path)
+        self.tasks[request.stream] = task
 
     async def _answer(self, request: Request) -> None:
         stream, connection = request.stream, self.connection
@@ -129,12 +141,54 @@ class _Protocol(asyncio.Protocol):
 
 
 class Http2Server:
-    """Serves ``handlers`` (by path, ``/package.Service/Method``) on unix sockets."""
+    """Serves ``handlers`` (by path, ``/package.Service/Method``) on unix sockets.
 
-    def __init__(self, handlers: Mapping[str, Handler]) -> None:
+    Requests of the paths in ``quick`` are offered to that first, a few at a time, without a task for each.
+    """
+
+    def __init__(self, handlers: Mapping[str, Handler], quick: Mapping[str, Quick] | None = None) -> None:
         self.handlers = dict(handlers)
+        self.quick = dict(quick or {})
         self.protocols: set[_Protocol] = set()
         self._server: asyncio.Server | None = None
+        self._queue: deque[tuple[_Protocol, Request]] = deque()
+
+    def submit(self, protocol: _Protocol, request: Request) -> None:
+        """Have a request answered together with others that are arriving just now."""
+        if not self._queue:
+            asyncio.get_running_loop().call_soon(self._serve)
+        self._queue.append((protocol, request))
+
+    def _serve(self) -> None:
+        """Answer some, and come back after whatever else is to be done."""
+        queue = self._queue
+        if not queue:
+            return
+        path = queue[0][1].path
+        batch = []
+        while queue and len(batch) < _TOGETHER and queue[0][1].path == path:
+            entry = queue.popleft()
+            if entry[0].transport is not None:  # else nobody waits any more
+                batch.append(entry)
+        if queue:
+            asyncio.get_running_loop().call_soon(self._serve)
+        if not batch:
+            return
+        answers: Sequence[bytes | None]
+        try:
+            answers = self.quick[path]([request.message for _, request in batch])
+        except Exception as error:
+            log.error("a quick handler failed: %s", error, exc_info=error)
+            answers = [None] * len(batch)
+        told = set()
+        for (protocol, request), answer in zip(batch, answers, strict=True):
+            if answer is None:
+                protocol.begin(request)
+            else:
+                protocol.connection.answer(request.stream, answer)
+                told.add(protocol)
+        for protocol in told:
+            protocol.flush()
 
     async def start(self, path: str) -> None:
         """Listen at ``path``, which does not exist yet. Raises OSError."""
@@ -145,6 +199,8 @@ class Http2Server:
         """Take no more requests, give those that run ``grace`` seconds, then cancel them and close."""
         if self._server is not None:
             self._server.close()
+        while self._queue:
+            self._serve()
         for protocol in list(self.protocols):
             protocol.connection.close()
             protocol.flush()

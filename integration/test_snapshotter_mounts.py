@@ -26,7 +26,7 @@ from weenv.plugin.containerd.client import Client
 from weenv.plugin.containerd.types import Kind
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import Builder
-from weenv.plugin.snapshotter.cache.present import Presence
+from weenv.plugin.snapshotter.cache.present import GOOD, Presence
 from weenv.plugin.snapshotter.implied import attributes_below
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
 from weenv.plugin.snapshotter.layers import Layers
@@ -127,6 +127,7 @@ class Stack:
         presence = Presence.open(directory, frames.content_sizes, size)
         for frame in range(len(frames)):
             presence.mark(frame)
+        assert presence.judge(GOOD)
         presence.close()
 
 

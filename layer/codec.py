@@ -278,14 +278,14 @@ def _decode_columns(header: _Header, data: bytes, low: int, high: int, base: int
     ]
 
 
-def decode_frames(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> tuple[Frames, int]:
-    """The frame table and the stream's size, from a TOC frame's payload; the tree is not looked at.
+def decode_frames(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> tuple[Frames, int, str]:
+    """The frame table, the stream's size and its diffID, from a TOC frame's payload; the tree is not looked at.
 
     The caller has verified the payload's digest. Raises :class:`FormatError`.
     """
     header, frames = _decode_head(_split(payload, limits)[0], limits)
     check_frames(frames, header.stream_size, limits)
-    return frames, header.stream_size
+    return frames, header.stream_size, header.diff_id
 
 
 def decode_toc(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> Toc:

@@ -120,10 +120,11 @@ def parse_tail(tail: Buffer, *, layer_size: int, toc_offset: int, limits: Limits
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameIndex:
-    """What is needed to serve a layer's bytes: its frames and the length of its tar stream."""
+    """What is needed to serve a layer's bytes: its frames, the length of its tar stream, and what that hashes to."""
 
     frames: Frames
     stream_size: int
+    diff_id: str
 
 
 def decode_frames(tail: Buffer, *, layer_size: int, toc_offset: int, limits: Limits = DEFAULT_LIMITS) -> FrameIndex:
@@ -132,6 +133,6 @@ def decode_frames(tail: Buffer, *, layer_size: int, toc_offset: int, limits: Lim
     As for :func:`parse_tail`, the caller has verified the digest.
     """
     payload, table = _split(tail, limits)
-    frames, stream_size = codec.decode_frames(payload, limits)
+    frames, stream_size, diff_id = codec.decode_frames(payload, limits)
     _check(frames, payload, table, layer_size, toc_offset, len(tail))
-    return FrameIndex(frames, stream_size)
+    return FrameIndex(frames, stream_size, diff_id)

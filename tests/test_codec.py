@@ -59,8 +59,8 @@ def test_round_trip(tar: bytes) -> None:
     assert (decoded.diff_id, decoded.stream_size, decoded.frame_target, decoded.level) == (toc.diff_id, len(tar), 16_384, 3)
     assert decoded.frames.digests.tobytes() == toc.frames.digests.tobytes()
     assert codec.encode_content(decoded) == codec.encode_content(toc)
-    frames, size = codec.decode_frames(codec.encode_toc(toc))
-    assert size == len(tar)
+    frames, size, diff_id = codec.decode_frames(codec.encode_toc(toc))
+    assert (size, diff_id) == (len(tar), toc.diff_id)
     assert frames.content_sizes.tolist() == toc.frames.content_sizes.tolist()
     assert frames.compressed_sizes.tolist() == toc.frames.compressed_sizes.tolist()
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from weenv.layer.tail import FrameIndex
 from weenv.layer.verify import verify_frame
 from weenv.plugin.snapshotter.blobfs.config import FillConfig
 from weenv.plugin.snapshotter.blobfs.layers import Layer
@@ -92,7 +93,7 @@ async def test_a_layer_in_use_is_completed_and_one_that_is_not_is_left_alone(tmp
         (path / "blob").write_bytes(made.blob)
         size = len(made.stream)
         layer = Layer(
-            made.source(Origin("file", path=str(path / "blob"))), str(path), made.frames, size,
+            made.source(Origin("file", path=str(path / "blob"))), str(path), FrameIndex(made.frames, size, made.toc.diff_id),
             Presence.open(str(path), made.frames.content_sizes, size), DataStore.open(str(path / "data"), size),
             [FileSource(str(path / "blob"))], (0, 0),
         )  # fmt: skip

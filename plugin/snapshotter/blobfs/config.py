@@ -55,6 +55,9 @@ class BlobfsConfig:
     """Read-ahead of the mount's backing device in KiB; 0 leaves the kernel's own (128)."""
     idle: float = 600.0
     """A layer that nobody reads for so long is closed (it is opened again when read)."""
+    layers_memory: int = 256 << 20
+    """Memory that the tables of open layers may take; beyond it the layers not read for longest are closed. An ordinary
+    layer takes some 100 KiB, one of 32 GiB 5 MiB; tables that are larger than that are on disk."""
     sync: float = 30.0
     """Interval between syncs of fetched data, which make it survive a power cut."""
     fill: FillConfig = field(default_factory=FillConfig)
@@ -67,7 +70,7 @@ class BlobfsConfig:
         for name, low, high in (
             ("threads", 1, 64), ("decoders", 1, 64), ("parallelism", 1, 256), ("range_max", 4096, 1 << 30),
             ("deadline", 0.1, 86400), ("window_max", 0, 1 << 30), ("neighbours", 0, 10), ("read_ahead_kb", 0, 1 << 20),
-            ("idle", 1, 1e9), ("sync", 0.1, 1e9),
+            ("idle", 1, 1e9), ("sync", 0.1, 1e9), ("layers_memory", 1 << 20, 1 << 40),
         ):  # fmt: skip
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"blobfs.{name} must be between {low} and {high:g}, not {getattr(self, name)!r}")

@@ -17,13 +17,15 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from weenv.core.aio import Background
 from weenv.core.errors import ConfigError, MountError, WeenvError
-from weenv.layer.toc import Frames
+from weenv.layer.tail import FrameIndex
 from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
+from weenv.plugin.snapshotter.blobfs.complete import Completion
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
 from weenv.plugin.snapshotter.blobfs.detachedlog import detached_log
-from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
+from weenv.plugin.snapshotter.blobfs.layers import DamagedTail, Layer, LayerTable
 from weenv.plugin.snapshotter.blobfs.metrics import Report
+from weenv.plugin.snapshotter.blobfs.repair import TailRepair
 from weenv.plugin.snapshotter.blobfs.server import Server, resend
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
@@ -41,10 +43,9 @@ FILESYSTEM = "fuse.weenv-blobs"
 """The type shown in mountinfo; the kernel takes any subtype of ``fuse``."""
 
 
-def read_tail(tail: bytes, source: LayerSource) -> tuple[Frames, int]:
-    """The frame table and the stream's size; the tail's digest is checked first. Raises FormatError."""
-    index = verify_frames(tail, _descriptor(source))
-    return index.frames, index.stream_size
+def read_tail(tail: bytes, source: LayerSource) -> FrameIndex:
+    """What a tail says of its layer's stream; the tail's digest is checked first. Raises FormatError."""
+    return verify_frames(tail, _descriptor(source))
 
 
 def read_extents(tail: bytes, source: LayerSource) -> Extents:
@@ -126,6 +127,8 @@ class Daemon:
             self._remember,
             make_read_ahead=self._make_read_ahead,
             close_sources=self._close_sources,
+            memory_max=config.layers_memory,
+            over=self._over,
         )
         self.holder, self.fuse, old = connect(config)
         if old:
@@ -137,10 +140,14 @@ class Daemon:
                 )
         self.server = Server(
             self.fuse, self.table, self.fetcher, root=config.root,
-            on_init=self._on_init, on_miss=self._on_miss, on_end=self._on_end,
+            on_init=self._on_init, on_miss=self._on_miss, on_end=self._on_end, on_damage=self._on_damage,
         )  # fmt: skip
+        self.repair = TailRepair(self._open_sources, self.server.resume, config.deadline)
+        self.completion = Completion(self.fetcher, self.table.open_layers, self.table.refuse, config.fill.cpu_share)
+        self._crowded = asyncio.Event()
+        self._extents = asyncio.Semaphore(1)  # a hostile TOC takes gigabytes while it is looked at
         self.filler = Filler(config.fill, self.fetcher, self.table.open_layers) if config.fill.enabled else None
-        self.report = Report(self.server, self.fetcher, self.table, self.filler)
+        self.report = Report(self.server, self.fetcher, self.table, self.filler, self.repair, self.completion)
         log.info("serving layers", extra={"mountpoint": config.mountpoint, "resumed": old, "layers": len(self.table.nodes)})
 
     def _open_sources(self, source: LayerSource, origins: Sequence[Origin]) -> list[BlobSource]:
@@ -199,12 +206,28 @@ class Daemon:
             layer.read_ahead.extents = extents
 
         try:
-            await asyncio.to_thread(load)
+            async with self._extents:
+                await asyncio.to_thread(load)
         except (OSError, WeenvError) as error:
             log.warning(
                 "no read-ahead for a layer: its table of contents cannot be read",
                 extra={"layer": layer.name, "error": str(error)},
             )
+
+    def _on_damage(self, damage: DamagedTail, unique: int) -> None:
+        """In a FUSE thread: request ``unique`` waits in ``server.parked`` for a layer's tail."""
+
+        def begin() -> None:
+            if self.repair.submit(damage, unique):
+                self._background.spawn(self.repair.run(damage), "fetch a tail again")
+
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(begin)
+
+    def _over(self) -> None:
+        """In any thread: the open layers take too much memory, and those that could be closed must be synced first."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._crowded.set)
 
     def _on_end(self) -> None:
         with contextlib.suppress(RuntimeError):
@@ -226,6 +249,8 @@ class Daemon:
             if config.metrics_address:
                 stack.callback(self._metrics_server())
             self._background.spawn(self._maintain(), "maintenance")
+            self._background.spawn(self._look_for_killed(), "killed readers")
+            self._background.spawn(self.completion.run(), "check complete layers")
             if self.filler is not None:
                 self._background.spawn(self.filler.run(), "fill")
             await self.ended.wait()
@@ -291,11 +316,24 @@ class Daemon:
 
     async def _maintain(self) -> None:
         while True:
-            await asyncio.sleep(self.config.sync)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.config.sync):
+                    await self._crowded.wait()
             for layer in self.table.open_layers():
                 if layer.presence.volatile or not layer.presence.persistent:
                     await asyncio.to_thread(self._sync, layer)
             self.table.close_idle(time.monotonic() - self.config.idle)
+            crowded = self._crowded.is_set()
+            self._crowded.clear()
+            if crowded:
+                self.table.trim()  # sets it again where layers are busy still
+                await asyncio.sleep(1.0)
+
+    async def _look_for_killed(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if self.server.waiting or self.server.parked:
+                await asyncio.to_thread(self.server.release_killed)
 
     @contextlib.asynccontextmanager
     async def _status_server(self) -> AsyncIterator[None]:

@@ -9,11 +9,15 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from weenv.plugin.snapshotter.blobfs.layers import LayerTable
+from weenv.plugin.snapshotter.blobfs.complete import Completion
+from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
+from weenv.plugin.snapshotter.blobfs.repair import TailRepair
 from weenv.plugin.snapshotter.blobfs.server import LATENCY_BOUNDS, Server, ServeStats
+from weenv.plugin.snapshotter.cache.present import MISSING
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
 
@@ -23,11 +27,21 @@ _PRIORITIES = ("demand", "ahead", "fill")
 class Report(Collector):
     """Gathers the numbers of one server. A :class:`prometheus_client.registry.Collector`."""
 
-    def __init__(self, server: Server, fetcher: Fetcher, table: LayerTable, filler: Filler | None) -> None:
+    def __init__(
+        self,
+        server: Server,
+        fetcher: Fetcher,
+        table: LayerTable,
+        filler: Filler | None,
+        repair: TailRepair,
+        completion: Completion,
+    ) -> None:
         self._server = server
         self._fetcher = fetcher
         self._table = table
         self._filler = filler
+        self._repair = repair
+        self._completion = completion
 
     def _sum(self) -> ServeStats:
         total = ServeStats()
@@ -53,6 +67,10 @@ class Report(Collector):
             ("weenv_blobfs_fetched_bytes", "Compressed bytes that arrived from sources", fetch.fetched_bytes),
             ("weenv_blobfs_stored_bytes", "Content bytes of frames that passed the checks", fetch.stored_bytes),
             ("weenv_blobfs_ranges", "Ranged reads begun", fetch.ranges),
+            ("weenv_blobfs_layers_checked", "Complete layers found to have their diffID", self._completion.checked),
+            ("weenv_blobfs_diffid_mismatches", "Complete layers found not to have it", self._completion.mismatches),
+            ("weenv_blobfs_tails_replaced", "Stored tails found damaged and fetched again", self._repair.mended),
+            ("weenv_blobfs_tails_lost", "Attempts at that which failed", self._repair.failed),
         ):
             yield CounterMetricFamily(name, text, value)
         frames = CounterMetricFamily("weenv_blobfs_frames", "Frames fetched, by what for", labels=["priority"])
@@ -80,6 +98,8 @@ class Report(Collector):
         for name, text, value in (
             ("weenv_blobfs_layers_known", "Layers that the kernel has asked for", len(self._table.nodes)),
             ("weenv_blobfs_layers_open", "Layers open", len(self._table.open_layers())),
+            ("weenv_blobfs_layers_memory_bytes", "Memory that open layers take, about", self._table.memory()),
+            ("weenv_blobfs_layers_bad", "Layers not served: their content does not have its diffID", len(self._table.bad)),
             ("weenv_blobfs_waiting", "READ requests waiting for data", len(self._server.waiting)),
             ("weenv_blobfs_ranges_running", "Ranged reads in flight", self._fetcher.running),
         ):
@@ -97,22 +117,39 @@ class Report(Collector):
             "frames": dict(zip(_PRIORITIES, fetch.frames, strict=True)),
             "ranges": fetch.ranges,
             "errors": {**fetch.errors, **total.errors},
-            "waiting": len(self._server.waiting),
+            "waiting": len(self._server.waiting) + len(self._server.parked),
             "wait_seconds": round(total.wait_seconds, 3),
             "fill": self._filler.state if self._filler is not None else "off",
             "filled_bytes": self._filler.filled_bytes if self._filler is not None else 0,
-            "layers": [
-                {
-                    "digest": layer.source.digest,
-                    "frames": len(layer.presence),
-                    "missing": layer.presence.missing,
-                    "stream_size": layer.size,
-                    "sources": [str(source) for source in layer.sources],
-                }
-                for layer in self._table.open_layers()
-            ],
+            "checking": self._completion.checking,
+            "checked": self._completion.checked,
+            "diffid_mismatches": self._completion.mismatches,
+            "tails_replaced": self._repair.mended,
+            "layers_memory": self._table.memory(),
+            "bad_layers": [{"digest": digest, "reason": reason} for digest, reason in list(self._table.bad.items())],
+            "layers": [_layer(layer) for layer in self._table.open_layers()],
         }
 
     def status_json(self) -> bytes:
         """:meth:`status` as one line of JSON."""
         return json.dumps(self.status()).encode() + b"\n"
+
+
+def _layer(layer: Layer) -> dict[str, Any]:
+    frames, presence = layer.frames, layer.presence
+    there = np.frombuffer(bytes(presence.states), np.uint8) != MISSING
+    local = int(frames.content_sizes[there].sum(dtype=np.uint64))
+    return {
+        "digest": layer.source.digest,
+        "frames": len(presence),
+        "missing": presence.missing,
+        "stream_size": layer.size,
+        "local_bytes": local,
+        "local_percent": round(100.0 * local / layer.size, 2) if layer.size else 100.0,
+        "diffid": ("unchecked", "good", "bad", "fetched again")[presence.verdict & 3],
+        "cached": presence.persistent,
+        "memory": layer.memory,
+        "errors": dict(layer.errors),
+        "last_error": layer.last_error,
+        "sources": [str(source) for source in layer.sources],
+    }

@@ -212,7 +212,7 @@ class Server:
                 continue
             layer = node.layer
             if layer is None:
-                layer = self._reopened(node, unique, stats, view[:size])
+                layer = self._reopened(node, unique, pid, stats, view[:size])
                 if layer is None:
                     continue
             stats.reads += 1
@@ -287,7 +287,9 @@ class Server:
             else:
                 stats.served_bytes += pending.length
 
-    def _reopened(self, node: Node, unique: int, stats: ServeStats, message: memoryview | None) -> Layer | None:
+    def _reopened(
+        self, node: Node, unique: int, pid: int, stats: ServeStats, message: memoryview | None = None
+    ) -> Layer | None:
         """The layer of a node that is not open; where there is none, the request is answered, or parked for later."""
         code = errno.EIO
         try:
@@ -296,7 +298,7 @@ class Server:
                 return layer
             log.error("a layer in use has lost its directory", extra={"layer": node.name})
         except DamagedTail as error:
-            if message is not None and self._park(error, message):
+            if message is not None and self._park(error, unique, pid, message):
                 return None
             code = self._broken(node.name, error)
         except WeenvError as error:
@@ -314,13 +316,12 @@ class Server:
             log.error("a layer cannot be opened", extra={"layer": name, "error": str(error), "hint": error.hint})
         return (error.errno or errno.EIO) if isinstance(error, StorageError) else errno.EIO
 
-    def _park(self, damage: DamagedTail, message: memoryview) -> bool:
+    def _park(self, damage: DamagedTail, unique: int, pid: int, message: memoryview) -> bool:
         """Keep a request until its layer's tail has been fetched again; False where nobody would do that."""
         if self._on_damage is None:
             return False
-        request = wire.parse(message)
-        self.parked[request.unique] = (request.pid, bytes(message))
-        self._on_damage(damage, request.unique)
+        self.parked[unique] = (pid, bytes(message))
+        self._on_damage(damage, unique)
         return True
 
     def resume(self, unique: int) -> None:
@@ -335,10 +336,11 @@ class Server:
             return
         _, _, unique, nodeid, _, _, pid, _, _, _, offset, length = wire.READ_REQUEST.unpack_from(message)
         node = self.table.nodes.get(nodeid)
-        layer = node and (node.layer or self._reopened(node, unique, stats, None))
+        if node is None:
+            self.send([wire.reply_error(unique, errno.ESTALE)])
+            return
+        layer = node.layer or self._reopened(node, unique, pid, stats)
         if layer is None:
-            if node is None:
-                self.send([wire.reply_error(unique, errno.ESTALE)])
             return
         length = min(length, layer.size - offset, MAX_READ)
         if length <= 0:
@@ -374,10 +376,10 @@ class Server:
     # -- everything else ----------------------------------------------------------------------------------------------
 
     def _other(self, message: memoryview, stats: ServeStats, *, park: bool = True) -> None:
-        unique, opcode = 0, 0
+        unique, opcode, pid = 0, 0, 0
         try:
             request = wire.parse(message)
-            unique, opcode = request.unique, request.opcode
+            unique, opcode, pid = request.unique, request.opcode, request.pid
             handler = self._handlers.get(opcode)
             if handler is not None:
                 answer = handler(request)
@@ -388,7 +390,7 @@ class Server:
             else:
                 answer = wire.reply_error(unique, errno.ENOSYS)
         except DamagedTail as error:
-            if park and self._park(error, message):
+            if park and self._park(error, unique, pid, message):
                 return
             stats.error("layer")
             answer = wire.reply_error(unique, self._broken(os.path.basename(error.path), error))

@@ -5,7 +5,7 @@
     offset  size  field
     0       8     magic ``WEENVPRS``
     8       4     version, 2
-    12      4     CRC-32 of the header with this field zero
+    12      4     CRC-32 of the header, with this field zero, and the content sizes
     16      8     n, the number of frames
     24      8     size of the tar stream, bytes
     32      16    boot id: of the boot during which the VOLATILE marks below were made
@@ -75,9 +75,11 @@ def boot_id() -> bytes:
         return bytes.fromhex(file.read().strip().replace("-", ""))
 
 
-def _header(frames: int, stream_size: int, boot: bytes, verdict: int, solid: bool) -> bytes:
-    bare = _HEADER.pack(MAGIC, VERSION, 0, frames, stream_size, boot, verdict, solid)
-    return _HEADER.pack(MAGIC, VERSION, zlib.crc32(bare), frames, stream_size, boot, verdict, solid)
+def _header(sizes: bytes, stream_size: int, boot: bytes, verdict: int, solid: bool) -> bytes:
+    """The header for frames of these content sizes (as they are in the file)."""
+    fields = len(sizes) // 4, stream_size, boot, verdict, solid
+    crc = zlib.crc32(sizes, zlib.crc32(_HEADER.pack(MAGIC, VERSION, 0, *fields)))
+    return _HEADER.pack(MAGIC, VERSION, crc, *fields)
 
 
 @dataclass(slots=True)
@@ -96,13 +98,13 @@ def _parse(content: bytes) -> tuple[_Found, bytes]:
     """What a ``present`` file says, and the boot id in it. Raises :class:`FormatError`."""
     if len(content) < _HEADER.size:
         raise FormatError("the present file is shorter than its header")
-    magic, version, crc, frames, stream_size, boot, verdict, solid = _HEADER.unpack_from(content)
+    magic, version, _crc, frames, stream_size, boot, verdict, solid = _HEADER.unpack_from(content)
     if magic != MAGIC or version != VERSION:
         raise FormatError("the present file has another magic or version")
-    if zlib.crc32(_HEADER.pack(MAGIC, VERSION, 0, frames, stream_size, boot, verdict, solid)) != crc:
-        raise FormatError("the present file's header is damaged")
     if len(content) != _HEADER.size + 5 * frames:
         raise FormatError("the present file has the wrong length")
+    if _header(content[_HEADER.size :][: 4 * frames], stream_size, boot, verdict, solid) != content[: _HEADER.size]:
+        raise FormatError("the present file is damaged")
     sizes = np.frombuffer(content, "<u4", frames, _HEADER.size)
     states = bytearray(content[_HEADER.size + 4 * frames :])
     if states.translate(None, bytes((MISSING, VOLATILE, DURABLE))):
@@ -294,7 +296,7 @@ class Presence:
             if self.persistent or self._path is None:
                 return self.persistent
             try:
-                content = self._header() + self._sizes.tobytes() + self.states
+                content = b"".join((self._header(), self._sizes.tobytes(), self.states))
                 write_atomic(self._path, content, durable=False)
                 fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
             except OSError:
@@ -306,7 +308,7 @@ class Presence:
             return True
 
     def _header(self) -> bytes:
-        return _header(len(self._sizes), self._stream_size, boot_id(), self.verdict, self._solid)
+        return _header(self._sizes.tobytes(), self._stream_size, boot_id(), self.verdict, self._solid)
 
     def __len__(self) -> int:
         return len(self.states)

@@ -344,6 +344,7 @@ class Fetcher:
             if done == len(flights):
                 layer.preferred = number
             elif not closed:
+                layer.went_wrong("source", failure)
                 for flight in flights[done:]:
                     self._retry(flight, number, failure, useless=isinstance(failure, NotFoundInSource | UnauthorizedError))
             self._dispatch()
@@ -398,6 +399,7 @@ class Fetcher:
                 with self._lock:
                     self.stats.error("digest")
                 fields = {"layer": layer.name, "frame": frame, "source": str(layer.sources[source]), "error": str(error)}
+                layer.went_wrong("digest", error)
                 log.warning("a source sent a bad frame", extra=fields)
                 self._loop_call(partial(self._retry, flight, source, error, useless=True))
             except Exception as error:
@@ -425,6 +427,7 @@ class Fetcher:
             layer.store.write(layer.contents[frame], content)
         except StorageError as error:
             full = is_full(error)
+            layer.went_wrong("enospc" if full else "storage", error)
             with self._lock:
                 self.stats.error("enospc" if full else "storage")
                 self._full_since = now = time.monotonic()
@@ -539,6 +542,7 @@ class Fetcher:
                 self._demanded -= 1
                 self.stats.error("eio")
                 layer.refuse(frame, now + self.settings.refuse, now)
+                layer.went_wrong("eio", f"frame {frame}: {reason}")
             complain = flight.priority == DEMAND and now >= layer.complain_after
             if complain:
                 layer.complain_after = now + 10.0

@@ -1,0 +1,70 @@
+"""Frame tables that are too large to keep in memory: on disk, looked at through a mapping.
+
+A frame costs 72 bytes in memory (32 of digest, 8 of sizes, two offset tables twice). Layers seen in practice have some
+thousands; a hostile one has two million, and an image may have a hundred of those. So from :data:`LARGE` frames on the
+columns lie in a file without a name in the layer directory. What is not in use there costs page cache, which the kernel
+takes back when it needs it, and what is in use is read a page at a time.
+
+A small table stays in memory: a mapping of a file on a broken disk ends the process (SIGBUS), which is no risk to take for
+layers that nobody made in order to do harm.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from typing import Final
+
+import numpy as np
+
+from weenv.core.errors import StorageError
+from weenv.layer.toc import Frames
+
+LARGE: Final = 1 << 16
+"""Frames: 32 GiB of tar stream at the default size of a frame, and some 5 MB of memory."""
+IN_MEMORY: Final = 76
+"""Bytes of memory for each frame of a small table: the columns, offsets, states, and what read-ahead knows."""
+ON_DISK: Final = 3
+"""The same for a large one: states, and what read-ahead knows."""
+
+
+class MappedFrames(Frames):
+    """A frame table whose columns are views of a mapped file."""
+
+    __slots__ = ()
+
+
+def spool(frames: Frames, directory: str) -> Frames:
+    """``frames``, its columns backed by a nameless file in ``directory`` where there are at least :data:`LARGE`.
+
+    Raises :class:`StorageError`: a table of that size is not kept in memory because a disk is full.
+    """
+    if len(frames) < LARGE:
+        return frames
+    columns = (
+        ("compressed_offsets", "u8"), ("content_offsets", "u8"), ("compressed_sizes", "u4"), ("content_sizes", "u4"),
+        ("digests", "u1"),
+    )  # fmt: skip
+    parts = [np.ascontiguousarray(getattr(frames, name), dtype=kind) for name, kind in columns]
+    length = sum(part.nbytes for part in parts)
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            os.posix_fallocate(file.fileno(), 0, length)  # a mapping of a file with holes on a full disk is a SIGBUS
+            for part in parts:
+                view = part.reshape(-1).view(np.uint8).data
+                while view:
+                    view = view[file.write(view) :]
+            mapping = mmap.mmap(file.fileno(), length, prot=mmap.PROT_READ)
+    except OSError as error:
+        raise StorageError(
+            f"a frame table of {length} bytes cannot be kept in {directory}: {error.strerror}", errno=error.errno or 0
+        ) from error
+    mapping.madvise(mmap.MADV_RANDOM)
+    found = object.__new__(MappedFrames)
+    position = 0
+    for (name, kind), part in zip(columns, parts, strict=True):
+        column = np.frombuffer(mapping, kind, part.size, position).reshape(part.shape)
+        object.__setattr__(found, name, column)
+        position += part.nbytes
+    return found

@@ -1,4 +1,4 @@
-"""``weenv snapshotter`` and ``weenv blobfs``: the two daemons of a node."""
+"""``weenv snapshotter`` and ``weenv blobfs``: the two daemons of a node, and the options of all daemons."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from weenv.core.log import configure
 
-_CONFIG = click.option(
+CONFIG = click.option(
     "--config",
     "config_path",
     default="/etc/weenv/config.toml",
@@ -20,12 +20,14 @@ _CONFIG = click.option(
 _LEVELS = ["debug", "info", "warning", "error"]
 
 
-def _log_options(command: click.decorators.FC) -> click.decorators.FC:
+def log_options(command: click.decorators.FC) -> click.decorators.FC:
+    """``--log-level`` and ``--log-format``."""
     command = click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)(command)
     return click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)(command)
 
 
-def _logging(ctx: click.Context, level: str, style: str) -> None:
+def start_logging(ctx: click.Context, level: str, style: str) -> None:
+    """As these two say, or ``weenv --debug``."""
     configure("debug" if ctx.find_root().obj.get("debug") else level, style)
     if level != "debug":
         logging.getLogger("asyncio").setLevel(logging.WARNING)
@@ -37,10 +39,10 @@ def snapshotter() -> None:
 
 
 @snapshotter.command("serve")
-@_CONFIG
+@CONFIG
 @click.option("--root", default=None, help="Where layers and snapshots are kept.  [default: /var/lib/weenv]")
 @click.option("--socket", default=None, help="Where containerd connects to.  [default: /run/weenv/snapshotter.sock]")
-@_log_options
+@log_options
 @click.pass_context
 def snapshotter_serve(
     ctx: click.Context, config_path: str, root: str | None, socket: str | None, log_level: str, log_format: str
@@ -55,8 +57,8 @@ def snapshotter_serve(
     """
     from weenv.plugin.snapshotter import config, daemon
 
-    _logging(ctx, log_level, log_format)
-    asyncio.run(daemon.serve(config.load(config_path, root=root, socket=socket)))
+    start_logging(ctx, log_level, log_format)
+    asyncio.run(daemon.serve(config.load(config_path, root=root, socket=socket), ready=daemon.settle))
 
 
 @click.group()
@@ -65,10 +67,10 @@ def blobfs() -> None:
 
 
 @blobfs.command("serve", short_help="Serve the layers' bytes until SIGTERM or SIGINT.")
-@_CONFIG
+@CONFIG
 @click.option("--root", default=None, help="The snapshotter's root.  [default: /var/lib/weenv]")
 @click.option("--mountpoint", default=None, help="Where the layers' data appears.  [default: /run/weenv/blobs]")
-@_log_options
+@log_options
 @click.pass_context
 def blobfs_serve(
     ctx: click.Context, config_path: str, root: str | None, mountpoint: str | None, log_level: str, log_format: str
@@ -83,13 +85,13 @@ def blobfs_serve(
     from weenv.plugin.snapshotter.blobfs import config, daemon
     from weenv.plugin.snapshotter.config import registry_config
 
-    _logging(ctx, log_level, log_format)
+    start_logging(ctx, log_level, log_format)
     registry = registry_config(read_tables(config_path))
     asyncio.run(daemon.serve(config.load(config_path, root=root, mountpoint=mountpoint), registry))
 
 
 @blobfs.command("stop", short_help="End the server and take its mount away.")
-@_CONFIG
+@CONFIG
 @click.option("--force", is_flag=True, help="Detach the mount even though containers may still read from it.")
 @click.pass_context
 def blobfs_stop(ctx: click.Context, config_path: str, force: bool) -> None:

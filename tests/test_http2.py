@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import struct
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
@@ -369,6 +369,29 @@ async def test_unary_and_streaming_calls(tmp_path: object) -> None:
         assert answers == [b"%d" % number * 3000 for number in range(1000)]
         together = await asyncio.gather(*(channel.unary_unary("/s/echo")(b"%d" % number) for number in range(500)))
         assert together == [b"%d" % number for number in range(500)]
+
+
+async def test_requests_that_arrive_together_are_answered_together(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:
+    sizes: list[int] = []
+
+    def quick(batch: Sequence[bytes]) -> list[bytes | None]:
+        sizes.append(len(batch))
+        if b"fail" in batch:
+            raise ValueError("broken")
+        return [None if message.startswith(b"slow") else b"quick " + message for message in batch]
+
+    async with serving(f"{tmp_path}/s") as (server, channel):
+        server.quick["/s/echo"] = quick
+        echoed = channel.unary_unary("/s/echo")
+        large = b"x" * (1 << 20)
+        for turn in range(3):
+            messages = [b"slow %d" % number if number % 3 == turn else b"%d" % number for number in range(100)]
+            answers = await asyncio.gather(*(echoed(message) for message in messages))
+            assert answers == [message if message.startswith(b"slow") else b"quick " + message for message in messages]
+        assert max(sizes) == 8 and sum(sizes) == 300
+        assert await echoed(large) == b"quick " + large, "more than a frame, and than the client's window"
+        assert await echoed(b"fail") == b"fail", "the handler is asked instead"
+    assert [record.message for record in caplog.records] == ["a quick handler failed: broken"]
 
 
 async def test_errors_reach_the_client(tmp_path: object, caplog: pytest.LogCaptureFixture) -> None:

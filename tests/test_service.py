@@ -26,9 +26,9 @@ from weenv.plugin.snapshotter.service import TRANSITIONS, LazyLayers, Snapshotte
 
 
 @contextlib.asynccontextmanager
-async def direct(root: str, layers: LazyLayers | None = None) -> AsyncIterator[Direct]:
+async def direct(root: str, layers: LazyLayers | None = None, spares: int = 0) -> AsyncIterator[Direct]:
     store = Metastore(f"{root}/metastore.db")
-    core = Snapshotter(root, store, layers)
+    core = Snapshotter(root, store, layers, spares=spares)
     try:
         yield Direct(core)
     finally:
@@ -37,8 +37,11 @@ async def direct(root: str, layers: LazyLayers | None = None) -> AsyncIterator[D
 
 
 @contextlib.asynccontextmanager
-async def over_socket(root: str, layers: LazyLayers | None = None, transport: str = "builtin") -> AsyncIterator[Service]:
-    async with direct(root, layers) as service:
+async def over_socket(
+    root: str, layers: LazyLayers | None = None, transport: str = "builtin", spares: int = 0
+) -> AsyncIterator[Service]:
+    async with direct(root, layers, spares) as service:
+        service.core.recover()
         server = make_server(service.core, Metrics(), transport)
         listen(server, f"{root}/s.sock")
         await server.start()
@@ -53,7 +56,12 @@ def over_grpcio(root: str) -> contextlib.AbstractAsyncContextManager[Service]:
     return over_socket(root, transport="grpcio")
 
 
-FACTORIES: list[Callable[..., contextlib.AbstractAsyncContextManager[Service]]] = [direct, over_socket, over_grpcio]
+def with_spares(root: str) -> contextlib.AbstractAsyncContextManager[Service]:
+    return over_socket(root, spares=16)
+
+
+Factory = Callable[..., contextlib.AbstractAsyncContextManager[Service]]
+FACTORIES: list[Factory] = [direct, over_socket, over_grpcio, with_spares]
 TRANSPORTS = ("builtin", "grpcio")
 
 
@@ -427,3 +435,64 @@ def test_commit_takes_the_field_of_newer_clients() -> None:
     """containerd 2.2 sends a parent with Commit to snapshotters that can rebase; an unasked-for one is no error."""
     message = SCHEMA["CommitSnapshotRequest"](name="n", key="k", parent="p")
     assert SCHEMA["CommitSnapshotRequest"].FromString(message.SerializeToString()).parent == "p"
+
+
+async def ready(core: Snapshotter, count: int) -> None:
+    """Until ``count`` directories are made ahead."""
+    async with asyncio.timeout(10):
+        while len(core._spares) < count:
+            await asyncio.sleep(0.001)
+
+
+async def test_prepares_that_arrive_together(root: str) -> None:
+    async with direct(root, spares=8) as service:
+        core = service.core
+        core.recover()
+        await committed(service, "base")
+        await ready(core, 8)
+        refusals = [("", "base", {}), ("a", "base", {}), ("x", "", {}), ("x", "none", {}), ("x sha256:1", "base", {})]
+        refusals += [("x", "base", {LABEL_SNAPSHOT_REF: "sha256:2"}), ("x", "base", {"n": "v" * (5 << 20)})]
+        refusals += [("x", "base", {"containerd.io/snapshot/uidmapping": "0:1000:1"})]
+        first, *refused_ = core.prepare_now([("a", "base", {"n": "1"}), *refusals])
+        assert first is not None and refused_ == [None] * len(refusals), "left to prepare, which says why"
+        assert first == await service.mounts("a")
+        assert (await service.stat("a")).labels == {"n": "1"}
+        assert sorted(info.name for info in await service.list()) == ["a", "base"]
+        assert len(core._spares) == 7, "what was not used is used by others"
+        many = core.prepare_now([(f"k{number}", "base", {}) for number in range(9)])
+        assert [mounts is None for mounts in many] == [False] * 7 + [True] * 2, "no directory is waited for"
+        uppers = [upper_of(mounts) for mounts in many if mounts]
+        assert len({*uppers, upper_of(first)}) == 8 and all(os.path.isdir(upper) for upper in uppers)
+
+
+async def test_a_full_disk_takes_back_all_that_arrived_together(root: str) -> None:
+    async with direct(root, spares=8) as service:
+        core = service.core
+        core.recover()
+        await committed(service, "base")
+        await ready(core, 8)
+        db = core.store._db
+        db.execute(f"PRAGMA max_page_count={db.execute('PRAGMA page_count').fetchone()[0]}")
+        large = {"n": "v" * 20000}
+        assert core.prepare_now([("a", "base", {}), ("b", "base", large), ("c", "base", {})]) == [None] * 3
+        assert len(core._spares) == 8 and not db.in_transaction
+        assert [info.name for info in await service.list()] == ["base"]
+        with refused("RESOURCE_EXHAUSTED"):
+            await service.prepare("b", "base", large)
+        db.execute("PRAGMA max_page_count=1000000")
+        assert None not in core.prepare_now([("a", "base", {}), ("b", "base", large)])
+        assert (await service.stat("b")).labels == large
+
+
+async def test_many_callers_at_once_each_get_their_own(root: str) -> None:
+    async with over_socket(root, spares=64) as service:
+        await committed(service, "base")
+        for turn in range(4):
+            keys = [f"{turn}-{number}" for number in range(50)]
+            found = await asyncio.gather(*(service.prepare(key, "base") for key in (*keys, keys[0])), return_exceptions=True)
+            good = [mounts for mounts in found if not isinstance(mounts, BaseException)]
+            assert len({upper_of(mounts) for mounts in good}) == len(good) == 50
+            (error,) = [error for error in found if isinstance(error, BaseException)]
+            assert isinstance(error, ContainerdError) and error.code == "ALREADY_EXISTS"
+        infos = await service.list("kind==active")
+        assert {info.name for info in infos} == {f"{turn}-{number}" for turn in range(4) for number in range(50)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import hashlib
 import json
 import os
@@ -19,83 +17,26 @@ from weenv_bench.parts import proportional_memory
 from weenv_testkit import tools
 
 
-def percentile(values: list[float], share: float) -> float:
-    """The value below which ``share`` of the values lie."""
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
-
-
-async def _prepare(address: str, snapshotter: str, parent: str, callers: int, rounds: int) -> dict[str, float]:
-    from weenv.plugin.containerd.client import Client, ContainerdError
-
-    async with Client(address) as client:
-        snapshots = client.namespace("default").snapshots(snapshotter)
-
-        async def one(key: str) -> float:
-            start = time.perf_counter()
-            await snapshots.prepare(key, parent)
-            return (time.perf_counter() - start) * 1000
-
-        async def forget(key: str) -> None:
-            with contextlib.suppress(ContainerdError):  # containerd collects what nothing refers to by itself
-                await snapshots.remove(key)
-
-        result = {}
-        for name, at_once, repeats in (("alone", 1, rounds * 4), ("together", callers, rounds)):
-            times = []
-            for number in range(repeats + 1):
-                keys = [f"bench-{os.getpid()}-{name}-{number}-{caller}" for caller in range(at_once)]
-                took = await asyncio.gather(*(one(key) for key in keys))
-                await asyncio.gather(*(forget(key) for key in keys))
-                if number:  # the first opens connections
-                    times.extend(took)
-                await asyncio.sleep(0.05)
-            result[f"{name}_p50_ms"] = percentile(times, 0.5)
-            result[f"{name}_p99_ms"] = percentile(times, 0.99)
-        return result
-
-
-async def _tops(address: str, snapshotter: str) -> list[str]:
-    from weenv.plugin.containerd.client import Client
-    from weenv.plugin.containerd.types import Kind
-
-    async with Client(address) as client:
-        infos = await client.namespace("default").snapshots(snapshotter).list()
-        committed = [info for info in infos if info.kind == Kind.COMMITTED]
-        parents = {info.parent for info in committed}
-        return [info.name for info in committed if info.name not in parents]
-
-
-def prepare_latency(node: Node, callers: int = 50, rounds: int = 12) -> dict[str, dict[str, float]]:
-    """Prepare on an existing lazy parent, from a client process of its own: ``weenv`` straight at the snapshotter's socket, and
-    both snapshotters through containerd, where the client's and containerd's share is the same."""
+def prepare_latency(node: Node, callers: int = 50, rounds: int = 20) -> dict[str, dict[str, float]]:
+    """Prepare on an existing lazy parent: ``weenv`` straight at the snapshotter's socket, and both snapshotters through
+    containerd. The client is a process of its own, see :mod:`weenv_bench.prepare`."""
     result = {}
     containerd = f"{node.directory}/c.sock"
-    for name, address, snapshotter in (
-        ("weenv", f"{node.directory}/w/snapshotter.sock", "weenv"),
-        ("weenv through containerd", containerd, "weenv"),
-        ("overlayfs through containerd", containerd, "overlayfs"),
+    pid = node.daemons()["snapshotter"]
+    for name, address, snapshotter, server in (
+        ("weenv", f"{node.directory}/w/snapshotter.sock", "weenv", pid),
+        ("weenv through containerd", containerd, "weenv", pid),
+        ("overlayfs through containerd", containerd, "overlayfs", 0),
     ):
         done = subprocess.run(
             [sys.executable, os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "prepare-client",
-             address, snapshotter, str(callers), str(rounds)],
+             address, snapshotter, str(callers), str(rounds), str(server)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
             raise BenchError(f"prepare client: {done.stderr[-1500:]}\n{node.logs()}")
         result[name] = json.loads(done.stdout)
     return result
-
-
-def prepare_client(arguments: list[str]) -> int:
-    """The client process of :func:`prepare_latency`."""
-    address, snapshotter, callers, rounds = arguments
-    tops = asyncio.run(_tops(address, snapshotter))
-    if not tops:
-        print(f"no committed snapshot in {snapshotter}", file=sys.stderr)
-        return 1
-    print(json.dumps(asyncio.run(_prepare(address, snapshotter, tops[0], int(callers), int(rounds)))))
-    return 0
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------

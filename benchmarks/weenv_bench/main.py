@@ -20,7 +20,7 @@ from typing import Any
 from rich.console import Console
 
 from weenv.layer.toc import Toc
-from weenv_bench import daemons, docs, local, parts, reads, report, series
+from weenv_bench import daemons, docs, local, parts, prepare, reads, report, series
 from weenv_bench.image import BenchError, Image, Recipe, build, recipe, say
 from weenv_bench.link import Link
 from weenv_bench.node import FarRegistry, Node
@@ -286,7 +286,7 @@ def main(arguments: list[str] | None = None) -> int:
     """Exit code 0 where everything was measured (whatever the figures), 1 where something could not be, 2 for wrong usage."""
     given = sys.argv[1:] if arguments is None else arguments
     if given[:1] == ["prepare-client"]:
-        return daemons.prepare_client(given[1:])
+        return prepare.main(given[1:])
     parser = argparse.ArgumentParser(
         prog="benchmarks", description="Measure WeEnv against overlayfs, zstd and mkfs.erofs; needs root."
     )

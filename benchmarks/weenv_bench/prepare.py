@@ -32,7 +32,7 @@ DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6
 _END_STREAM, _ACK, _END_HEADERS = 1, 1, 4
 _WINDOW = 1 << 30
 _PAUSE = 0.1
-"""Seconds between bursts: background work (spare directories, a checkpoint) has the chance it has in life."""
+"""Seconds between bursts: 50 every 0.1 s is ten times as many containers as a node starts."""
 
 
 def percentile(values: list[float], share: float) -> float:
@@ -266,7 +266,8 @@ def measure(address: str, snapshotter: str, parent: str, callers: int, rounds: i
             took = prepares.burst(at_once)
             if number:  # the first fills header tables
                 times.extend(took)
-            time.sleep(_PAUSE)
+            if at_once > 1:
+                time.sleep(_PAUSE)
         prepares.close()
         result[f"{name}_p50_ms"] = percentile(times, 0.5)
         result[f"{name}_p99_ms"] = percentile(times, 0.99)

@@ -62,7 +62,7 @@ class Layers:
 
     def attached(self, layer_ids: Collection[int]) -> bool:
         """True where all of them are mounted."""
-        return all(number in self._attached for number in layer_ids)
+        return all(map(self._attached.__contains__, layer_ids))
 
     def path(self, layer_id: int) -> str:
         """Where a layer is, or will be, mounted."""

@@ -241,7 +241,7 @@ def _quick_prepare(
 
     def handle(batch: Sequence[bytes]) -> list[bytes | None]:
         begin = time.perf_counter()
-        asked = []
+        asked: list[tuple[str, str, Mapping[str, str]]] = []
         for data in batch:
             try:
                 request = decode(data)

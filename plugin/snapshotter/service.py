@@ -290,14 +290,14 @@ class Snapshotter:
             number = self._spares.take()
             if number is None:
                 return None
+            taken.append(number)
             try:
                 self.store.add(Kind.ACTIVE, key, base.id, labels, snapshot_id=number)
             except SnapshotExists:
-                self._spares.give_back(number)
+                self._spares.give_back(taken.pop())
                 return None
         except (InvalidRequest, SnapshotNotFound, UnavailableError):
             return None
-        taken.append(number)
         return self._describe(Kind.ACTIVE, number, lower)
 
     def _commit_lazy(self, target: str, parent: str, labels: Mapping[str, str], layer_id: int) -> None:

@@ -165,7 +165,7 @@ class Http2Server:
         if not queue:
             return
         path = queue[0][1].path
-        batch = []
+        batch: list[tuple[_Protocol, Request]] = []
         while queue and len(batch) < _TOGETHER and queue[0][1].path == path:
             entry = queue.popleft()
             if entry[0].transport is not None:  # else nobody waits any more

@@ -438,10 +438,14 @@ def test_commit_takes_the_field_of_newer_clients() -> None:
 
 
 async def ready(core: Snapshotter, count: int) -> None:
-    """Until ``count`` directories are made ahead."""
+    """Until just ``count`` directories are made ahead; no more are made then."""
+    spares = core._spares
     async with asyncio.timeout(10):
-        while len(core._spares) < count:
+        while spares._filling or len(spares) < count:
+            if not spares._filling:
+                spares.fill()
             await asyncio.sleep(0.001)
+    spares._count = 0
 
 
 async def test_prepares_that_arrive_together(root: str) -> None:

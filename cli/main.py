@@ -62,7 +62,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "rm": ("weenv.cli.run:rm", "Remove environments."),
     "snapshotter": ("weenv.cli.daemons:snapshotter", "The containerd proxy snapshotter daemon."),
     "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),
-    "plan": ("weenv.cli.plan:plan", "Check, pin, draw and compose environment plans."),
+    "plan": ("weenv.cli.plan:plan", "Check, pin, draw, publish and compose environment plans."),
+    "gateway": ("weenv.cli.gateway:gateway", "A registry on the node that answers plans and stacks as images."),
     "status": ("weenv.cli.status:status", "Show the layers on this node and how much of each is local."),
     "doctor": ("weenv.cli.doctor:doctor", "Check kernel, containerd, sockets, disk and registry; say what to mend."),
 }

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 
 from weenv.cli import render
+from weenv.cli.plan_push import pull, push
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
 from weenv.environment.model import Plan
 
@@ -31,7 +32,11 @@ _file = click.argument("path", metavar="PLAN", type=click.Path(exists=True, dir_
 
 @click.group()
 def plan() -> None:
-    """Check, pin, draw and compose environment plans (docs/plans.md)."""
+    """Check, pin, draw, publish and compose environment plans (docs/plans.md)."""
+
+
+plan.add_command(push)
+plan.add_command(pull)
 
 
 def with_resolver(

@@ -50,15 +50,19 @@ def load_plan(path: str) -> Plan:
         return parse_plan(file.read((64 << 20) + 1), path)
 
 
-def parse_plan(text: str | bytes, source: str = "plan") -> Plan:
-    """Read a plan. Relative file names in it are taken from the directory of ``source``. Raises PlanError."""
-    return _Reader(Document(text, source), source).plan()
+def parse_plan(text: str | bytes, source: str = "plan", *, files: bool = True) -> Plan:
+    """Read a plan. Relative file names in it are taken from the directory of ``source``. Raises PlanError.
+
+    ``files=False``: no file is opened, one that is named is an error. For plans that come from elsewhere.
+    """
+    return _Reader(Document(text, source), source, files).plan()
 
 
 class _Reader:
-    def __init__(self, document: Document, source: str) -> None:
+    def __init__(self, document: Document, source: str, files: bool = True) -> None:
         self.doc = document
         self.source = source
+        self.files = files
 
     def plan(self) -> Plan:
         doc = self.doc
@@ -174,6 +178,8 @@ class _Reader:
         fields = doc.mapping(node, name, frozenset({"file"}))
         if "file" not in fields:
             raise doc.error(node, f"{name} has no file")
+        if not self.files:
+            raise doc.error(node, f"{name} names a file of another machine", "publish the plan with: weenv plan push")
         wanted = doc.string(fields["file"], f"{name}.file")
         base = os.path.realpath(os.path.dirname(self.source) or ".")
         path = os.path.realpath(os.path.join(base, wanted))

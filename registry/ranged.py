@@ -131,6 +131,28 @@ class RegistrySource:
             log.debug("retrying ranged read", extra={"host": self.host, "reason": reason, "failures": failures})
             await asyncio.sleep(delay)
 
+    async def public_url(self) -> str:
+        """Where anybody can have the blob now, without our credentials: the registry, or a signed URL that it gave out.
+
+        Empty where only we can have it. Reads a byte to know. Raises SourceError.
+        """
+        if not self.size:
+            return ""
+        give_up = asyncio.get_running_loop().time() + self.client.config.deadline
+        try:
+            answer = await self._open(0, 1, give_up)
+        except TRANSPORT_ERRORS as error:
+            raise UnavailableError(f"{self.host} cannot serve {self.digest}: {describe(error)}") from error
+        try:
+            if answer.status not in (200, 206):
+                raise status_error(answer.status, f"{self.repository}@{self.digest}", self.host)
+            if self._target is not None:
+                return self._target
+            home = answer.url.host, answer.url.port
+            return self._url if "Authorization" not in answer.request_info.headers and home == self._home[1:] else ""
+        finally:
+            answer.close()
+
     def _check(self, answer: aiohttp.ClientResponse, position: int, end: int) -> int:
         """Check status and headers of an answer; returns how many bytes of its body come before ``position``."""
         encoding = answer.headers.get("Content-Encoding", "identity").lower()

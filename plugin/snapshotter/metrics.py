@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import threading
+from typing import Protocol
 from wsgiref.simple_server import WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
@@ -43,10 +44,16 @@ class Metrics:
         self.repairs = Counter("weenv_snapshotter_repairs", "What start-up repaired", ["what"], registry=self.registry)
 
 
+class HasRegistry(Protocol):
+    """Any daemon's metrics."""
+
+    registry: CollectorRegistry
+
+
 class MetricsEndpoint:
     """An HTTP server for Prometheus on a loopback address."""
 
-    def __init__(self, metrics: Metrics, address: str) -> None:
+    def __init__(self, metrics: HasRegistry, address: str) -> None:
         host, port = parse_loopback(address)
         try:
             self._server: WSGIServer

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sqlite3
 import time
 import weakref
 from collections import OrderedDict
 
+from weenv.core.database import MEMORY, open_renewable
 from weenv.core.errors import FormatError, StorageError
 from weenv.registry.groupref.model import LayerRef, ResolvedGroup
 
@@ -46,41 +46,17 @@ CREATE TABLE IF NOT EXISTS admitted (
 class MappingCache:
     """``path`` is the database, or ``:memory:``. Raises :class:`StorageError` where the disk does not take it."""
 
-    def __init__(self, path: str = ":memory:") -> None:
+    def __init__(self, path: str = MEMORY) -> None:
         self.path = path
         self._parsed: OrderedDict[str, ResolvedGroup] = OrderedDict()
         try:
-            if path != ":memory:":
-                os.makedirs(os.path.dirname(path) or ".", mode=0o700, exist_ok=True)
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-            try:
-                self._db = self._open()
-            except sqlite3.DatabaseError:
-                if path == ":memory:":
-                    raise
-                os.replace(path, path + ".damaged")
-                os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
-                self._db = self._open()
+            self._db = open_renewable(path, SCHEMA, _TABLES)
         except (OSError, sqlite3.Error) as error:
             raise StorageError(
                 f"the mapping cache {path} cannot be used: {error}", hint="remove it, or name another"
             ) from error
-        # For the cache of a resolver that nobody closes; it may be collected in any thread (see _open).
+        # For the cache of a resolver that nobody closes; it may be collected in any thread.
         weakref.finalize(self, self._db.close)
-
-    def _open(self) -> sqlite3.Connection:
-        db = sqlite3.connect(self.path, isolation_level=None, timeout=10.0, check_same_thread=False)
-        try:
-            db.execute("PRAGMA journal_mode=WAL")
-            db.execute("PRAGMA synchronous=NORMAL")
-            if int(db.execute("PRAGMA user_version").fetchone()[0]) not in (0, SCHEMA):
-                raise sqlite3.DatabaseError("another version's file")
-            db.executescript(_TABLES)
-            db.execute(f"PRAGMA user_version={SCHEMA}")
-        except BaseException:
-            db.close()
-            raise
-        return db
 
     def close(self) -> None:
         """Close the database."""

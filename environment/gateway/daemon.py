@@ -1,0 +1,107 @@
+"""The gateway as a process: ``await serve(config, tables)``.
+
+Start: settings, store, mapping cache, then the address. Stop (SIGTERM, SIGINT): no new connections, answers under way get a
+moment. ``kill -9`` is a normal stop: what is on disk is only remembered, and written whole or not at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import ssl
+import stat
+from collections.abc import Callable
+from typing import Any
+
+from aiohttp import web
+
+from weenv.core.errors import ConfigError
+from weenv.environment.gateway.blobs import Blobs
+from weenv.environment.gateway.config import GatewayConfig, parse_address
+from weenv.environment.gateway.http import Server
+from weenv.environment.gateway.metrics import Metrics
+from weenv.environment.gateway.service import Gateway
+from weenv.environment.gateway.store import Store
+from weenv.plugin.snapshotter.config import from_tables
+from weenv.plugin.snapshotter.daemon import until_stopped
+from weenv.plugin.snapshotter.metrics import MetricsEndpoint
+from weenv.registry.client import RegistryClient
+from weenv.registry.groupref.cache import MappingCache
+from weenv.registry.groupref.resolve import Resolver, node_policy
+
+log = logging.getLogger(__name__)
+
+_STOP_GRACE = 5.0
+"""Seconds for answers under way when the gateway is stopped."""
+
+
+def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+    if not config.tls_certificate:
+        return None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        context.load_cert_chain(config.tls_certificate, config.tls_key)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError(f"cannot use {config.tls_certificate} and {config.tls_key}: {error}") from error
+    return context
+
+
+async def _listen(runner: web.AppRunner, config: GatewayConfig) -> str:
+    """Start listening; the address with the port that it is. Raises ConfigError."""
+    path, host, port = parse_address(config.address)
+    context = _tls(config)
+    try:
+        if path:
+            os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    raise ConfigError(f"{path} is in the way of the gateway's socket", hint="remove it")
+            mask = os.umask(0o177)
+            try:
+                await web.UnixSite(runner, path, ssl_context=context).start()
+            finally:
+                os.umask(mask)
+            return config.address
+        await web.TCPSite(runner, host, port, ssl_context=context).start()
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.address}: {error.strerror or error}", hint="set gateway.address"
+        ) from error
+    name = f"[{host}]" if ":" in host else host
+    return f"{name}:{runner.addresses[0][1]}"
+
+
+async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callable[[str], None] | None = None) -> None:
+    """Serve until SIGTERM, SIGINT or cancellation. ``ready`` is called with the address once requests are answered.
+
+    ``tables`` are those of the configuration file: registries, the node's root and its policy. Raises ConfigError,
+    StorageError.
+    """
+    node = from_tables(tables)
+    async with contextlib.AsyncExitStack() as exits:
+        policy = node_policy(tables)
+        store = Store(os.path.join(node.root, "gateway.db"), keep_images=config.keep_images, keep_bytes=config.keep_bytes)
+        exits.callback(store.close)
+        cache = MappingCache(os.path.join(node.root, "mapping.db"))
+        exits.callback(cache.close)
+        client = await exits.enter_async_context(RegistryClient(node.registry))
+        resolver = Resolver(client, cache, config.platform, config.max_age, policy=policy)
+        metrics = Metrics()
+        server = Server(Gateway(config, resolver, store, node.root), Blobs(config, client), metrics)
+        # Where a client leaves, its request ends, and what nobody else waits for with it.
+        runner = web.AppRunner(
+            server.app, access_log=None, shutdown_timeout=_STOP_GRACE, handler_cancellation=True, auto_decompress=False
+        )
+        await runner.setup()
+        exits.push_async_callback(runner.cleanup)
+        if config.metrics_address:
+            exits.callback(MetricsEndpoint(metrics, config.metrics_address).close)
+        address = await _listen(runner, config)
+        if not config.loopback and not config.users_file:
+            log.warning("anybody who reaches it may ask: set gateway.users_file", extra={"address": address})
+        log.info("serving", extra={"address": address, "plans": ", ".join(config.plans), "groups": ", ".join(config.groups)})
+        if ready is not None:
+            ready(address)
+        await until_stopped()
+        log.info("stopping")

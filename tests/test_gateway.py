@@ -1,0 +1,771 @@
+"""environment/gateway/: names, paths, ranges, and the server over real HTTP before simulated registries."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from simulator.registry import SimulatedRegistry, redirect, stall, status
+from weenv_testkit.layers import encode, make_tar
+
+from weenv.core.digest import sha256
+from weenv.core.errors import BadReference, ConfigError, StorageError, WeenvError
+from weenv.environment.build import compose
+from weenv.environment.gateway import daemon
+from weenv.environment.gateway.config import GatewayConfig, from_tables, parse_address
+from weenv.environment.gateway.http import read_users
+from weenv.environment.gateway.names import COMPOSE, MAX_GROUPS, PlanName, StackName, parse_name, spell
+from weenv.environment.gateway.protocol import (
+    BASE,
+    BLOBS,
+    MANIFESTS,
+    REFERRERS,
+    TAGS,
+    Question,
+    Refused,
+    accepts_manifest,
+    matches_etag,
+    parse_path,
+    parse_range,
+)
+from weenv.environment.gateway.sources import allowed
+from weenv.environment.gateway.store import LayerPlace, Store, StoredImage
+from weenv.environment.plan import parse_plan
+from weenv.environment.planref import push_plan
+from weenv.layer.verify import MEDIA_TYPE
+from weenv.plugin.snapshotter.layerdir import Origin
+from weenv.registry.client import RegistryClient
+from weenv.registry.groupref.resolve import Resolver
+from weenv.registry.manifest import OCI_CONFIG, OCI_INDEX, OCI_MANIFEST
+from weenv.registry.reference import parse_reference
+
+HEX = "4f" * 32
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+# distribution-spec 1.1, "Pulling manifests": what <name> must match. Written down here again, not taken from the code.
+SPEC_NAME = re.compile(r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*(\/[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*)*\Z")
+
+component = st.from_regex(r"[a-z0-9]{1,4}((\.|_|__|-{1,3})[a-z0-9]{1,3}){0,2}", fullmatch=True)
+hosts = st.from_regex(r"([a-z0-9]{1,4}\.[a-z0-9]{1,4}|localhost)(:[1-9][0-9]{0,3})?", fullmatch=True)
+references = st.builds(
+    lambda host, path, tag, digest: f"{host}/{'/'.join(path)}" + (f":{tag}" if tag or not digest else "") + digest,
+    hosts,
+    st.lists(component, min_size=1, max_size=3),
+    st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,6}", fullmatch=True),
+    st.sampled_from(["", f"@sha256:{HEX}"]),
+)
+
+
+@given(st.lists(references, min_size=1, max_size=3))
+def test_what_is_spelt_is_a_name_and_means_the_same_again(refs: list[str]) -> None:
+    try:
+        name = spell(refs)
+    except BadReference:
+        return
+    assert SPEC_NAME.match(name)
+    assert len(name) <= 255
+    meant = parse_name(name, "any", "other.example/prefix")
+    assert isinstance(meant, StackName)
+    assert [parse_reference(text) for text in meant.groups] == [parse_reference(ref) for ref in refs]
+
+
+def test_most_references_can_be_spelt() -> None:
+    for ref, spelt in {
+        "registry.example:5000/base/debian:12": "registry.example__5000/base/debian__12",
+        f"registry.example/tool@sha256:{HEX}": f"registry.example/tool__sha256__{HEX}",
+        f"localhost:5000/a/b:v1.0-rc_1@sha256:{HEX}": f"localhost__5000/a/b__v1.0-rc_1__sha256__{HEX}",
+        "debian": "docker.io/library/debian__latest",
+        "127.0.0.1:1/x:sha256": "127.0.0.1__1/x__sha256",
+    }.items():
+        assert spell([ref]) == f"{COMPOSE}/{spelt}"
+
+
+@pytest.mark.parametrize(
+    "ref", ["registry.example/and/x:1", "registry.example/a__b:1", "registry.example/a:RC", "[::1]:5000/a:1", "oci:/x:1"]
+)
+def test_what_a_name_cannot_spell_is_said(ref: str) -> None:
+    with pytest.raises(BadReference, match=r"spelt|layout"):
+        spell([ref])
+
+
+@given(st.lists(references, min_size=1, max_size=2), st.lists(references, min_size=1, max_size=2))
+def test_two_stacks_never_have_one_name(one: list[str], two: list[str]) -> None:
+    with contextlib.suppress(BadReference):
+        if [parse_reference(r) for r in one] != [parse_reference(r) for r in two]:
+            assert spell(one) != spell(two)
+
+
+@given(st.one_of(st.text(max_size=60), st.from_regex(r"(plan|compose)/[a-z0-9_./-]{0,60}", fullmatch=True)), st.text(max_size=9))
+def test_any_text_is_a_name_or_a_clear_error(name: str, tag: str) -> None:
+    try:
+        meant = parse_name(name, tag)
+    except BadReference as error:
+        assert "\n" not in error.message
+        return
+    if isinstance(meant, StackName):
+        assert all(parse_reference(text) for text in meant.groups)
+    else:
+        assert ".." not in meant.name.split("/")
+
+
+def test_names_by_example() -> None:
+    assert parse_name("plan/a/b-c", "1") == PlanName("a/b-c")
+    assert parse_name("compose/r.example/a/_/r.example/b__2", "1") == StackName(("r.example/a:1", "r.example/b:2"))
+    assert parse_name("compose/base__12/and/team/tool", "x", "h.example:5/p") == StackName(
+        ("h.example:5/p/base:12", "h.example:5/p/team/tool:x")
+    )
+    assert parse_name("compose/debian", "12") == StackName(("debian:12",))
+    assert parse_name(f"compose/r.example/a__sha256__{HEX}", "1") == StackName((f"r.example/a@sha256:{HEX}",))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "x", "plan", "plan/", "compose", "compose/", "compose/and", "compose/r.example/a/and", "compose/and/r.example/a",
+        "compose/r.example/a/and/and/r.example/b", "plan/UPPER", "plan/..", "plan/a/../b", "compose/r.example/a__b/c",
+        "compose/r.example__x/a", "compose/r.example__99999999/a", "compose/r.example/a__1__2", "compose/r.example/__a",
+        "plan/" + "a" * 300, "compose/" + "/and/".join("a" for _ in range(MAX_GROUPS + 1)), "plan/a\n", "compose/r.example//a",
+        f"compose/r.example/a__sha256__{'g' * 64}", "compose/r.example", "plan/a%2f..",
+    ],
+)  # fmt: skip
+def test_bad_names(name: str) -> None:
+    if name == "compose/r.example":  # a repository of the default registry, as docker has it
+        assert parse_name(name) == StackName(("r.example:latest",))
+        return
+    with pytest.raises(BadReference):
+        parse_name(name)
+
+
+# -- paths, ranges, headers -------------------------------------------------------------------------------------------
+
+
+def test_paths() -> None:
+    assert parse_path("/v2/") == parse_path("/v2") == Question(BASE)
+    assert parse_path("/v2/plan/a/manifests/1") == Question(MANIFESTS, "plan/a", "1")
+    assert parse_path("/v2/plan/manifests/manifests/1") == Question(MANIFESTS, "plan/manifests", "1")
+    assert parse_path(f"/v2/a/blobs/sha256%3A{HEX}") == Question(BLOBS, "a", f"sha256:{HEX}")
+    assert parse_path("/v2/a/b/tags/list") == Question(TAGS, "a/b")
+    assert parse_path("/v2/a/referrers/x") == Question(REFERRERS, "a", "x")
+    for path in ("/", "/v1/", "/v2/_catalog", "/v2/a/blobs/uploads/", "/v2/a/manifests/", "/v2//", "/v2/" + "a" * 2000):
+        with pytest.raises(Refused):
+            parse_path(path)
+    with pytest.raises(Refused, match="invalid name"):
+        parse_path("/v2/a%2fb/manifests/1")
+
+
+@given(st.binary(max_size=40), st.one_of(st.text(max_size=20), st.from_regex(r"bytes=[0-9]{0,3}-[0-9]{0,3}", fullmatch=True)))
+def test_a_range_is_what_it_says_or_everything(data: bytes, header: str) -> None:
+    try:
+        part = parse_range(header, len(data))
+    except Refused as error:
+        assert error.status == 416
+        return
+    if part is None:
+        return
+    start, end = part
+    assert 0 <= start < end <= len(data)
+    first, _, last = header.removeprefix("bytes=").partition("-")
+    wanted = data[int(first) : int(last) + 1 if last else None] if first else data[-int(last) :]
+    assert data[start:end] == wanted
+
+
+def test_conditions_and_accept() -> None:
+    assert matches_etag('W/"a", "b"', "b")
+    assert matches_etag("*", "x")
+    assert not matches_etag('"ab"', "b")
+    assert not matches_etag(None, "b")
+    assert accepts_manifest([])
+    assert accepts_manifest(["application/json", f"text/x, {OCI_MANIFEST};q=0.5"])
+    assert not accepts_manifest(["application/vnd.docker.distribution.manifest.v2+json"])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"address": "nonsense"}, {"address": "unix:relative"}, {"address": "h:99999"}, {"blobs": "maybe"},
+        {"tls_key": "/k"}, {"plans": ["relative/dir"]}, {"groups": ["https://r.example"]}, {"default_registry": "team"},
+        {"platform": "Linux"}, {"requests": 0}, {"keep_images": 0}, {"adress": "x:1"},
+    ],
+)  # fmt: skip
+def test_settings_that_cannot_be_used_are_named(raw: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"gateway\.{next(iter(raw)).removesuffix('key')}"):
+        from_tables({"gateway": raw})
+
+
+def test_settings() -> None:
+    config = from_tables({"gateway": {"plans": ["/p", "r.example/plans"], "address": "unix:/run/x.sock"}})
+    assert config.loopback
+    assert not GatewayConfig(address="0.0.0.0:5").loopback
+    assert parse_address("[::1]:7") == ("", "::1", 7)
+    assert allowed(["r.example"], "r.example/a/b:1")
+    assert allowed(["r.example/t/**"], "r.example/t/b:1")
+    assert not allowed(["r.example/t/**"], "r.example/u/b:1")
+    assert not allowed(["r.example"], "r.example.evil/a:1")
+    assert not allowed(["r.example"], "oci:/etc:1")
+
+
+def test_users(tmp_path: Path) -> None:
+    path = tmp_path / "users"
+    path.write_text("# who\nann:correct horse\n\n")
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="can be read by others"):
+        read_users(str(path))
+    path.chmod(0o600)
+    assert read_users(str(path)) == {"ann": "correct horse"}
+    for text in ("ann\n", ":secretsecret\n", "ann:short\n", "# nobody\n"):
+        path.write_text(text)
+        with pytest.raises(ConfigError):
+            read_users(str(path))
+
+
+# -- the store --------------------------------------------------------------------------------------------------------
+
+
+def stored(number: int, layers: int = 1, policy: str = "") -> StoredImage:
+    manifest = b"m%d" % number
+    places = tuple(LayerPlace(sha256(b"l%d-%d" % (number, n)), 5, Origin("registry", "h", "r")) for n in range(layers))
+    config = b"c%d" % number
+    return StoredImage(sha256(manifest), manifest, sha256(config), config, places, policy)
+
+
+def test_the_store_keeps_what_a_tag_left_and_is_bounded(tmp_path: Path) -> None:
+    store = Store(str(tmp_path / "d" / "g.db"), keep_images=3, keep_bytes=1 << 20)
+    for number in range(2):
+        store.put("plan/a", "latest", stored(number))
+    assert store.last("plan/a", "latest") == stored(1).digest
+    assert store.get("plan/a", stored(0).digest) == (stored(0), "latest"), "the tag has moved, the digest has not"
+    assert store.get("plan/b", stored(0).digest) is None, "what one name means is not another's"
+    found = store.blob("plan/a", stored(0).layers[0].digest)
+    assert found is not None
+    assert found.layer == stored(0).layers[0]
+    assert store.blob("plan/b", stored(0).layers[0].digest) is None
+    config = store.blob("plan/a", stored(0).config_digest)
+    assert config is not None
+    assert config.data == b"c0"
+    store.close()
+    store = Store(str(tmp_path / "d" / "g.db"), keep_images=3, keep_bytes=1 << 20)
+    for number in range(2, 9):
+        store.put("plan/a", "latest", stored(number))
+    assert store.count()[0] == 3
+    assert store.get("plan/a", stored(0).digest) is None
+    assert store.blob("plan/a", stored(0).layers[0].digest) is None
+    for number in range(40):
+        store.put(f"plan/n{number}", "latest", stored(8))
+    store.put("plan/z", "latest", stored(9))
+    with contextlib.closing(sqlite3.connect(str(tmp_path / "d" / "g.db"))) as db:
+        assert db.execute("SELECT count(*) FROM names").fetchone()[0] <= 3 * 4 + 1
+        assert db.execute("SELECT count(*) FROM layers").fetchone()[0] == 3
+    store.close()
+
+
+def test_a_damaged_store_is_begun_anew_and_an_unusable_one_said(tmp_path: Path) -> None:
+    path = tmp_path / "g.db"
+    path.write_bytes(b"not a database" * 1000)
+    store = Store(str(path), keep_images=3, keep_bytes=1 << 20)
+    assert store.count() == (0, 0)
+    store.close()
+    with pytest.raises(StorageError, match="cannot be used"):
+        Store(str(tmp_path / "g.db" / "x"), keep_images=3, keep_bytes=1 << 20)
+
+
+# -- over HTTP --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Groups:
+    """Lazy one-layer images in a simulated registry; ``layers``: repository -> (digest, blob)."""
+
+    sim: SimulatedRegistry
+    layers: dict[str, tuple[str, bytes]] = field(default_factory=dict)
+
+    def add(self, repository: str, files: dict[str, bytes], tag: str = "1", **config: Any) -> str:
+        blob, layer = encode(make_tar([{"name": name, "data": data} for name, data in files.items()]))
+        body = json.dumps(
+            {"architecture": "amd64", "os": "linux", "config": config, "rootfs": {"type": "layers", "diff_ids": [layer.diff_id]}}
+        ).encode()
+        descriptor = {
+            "mediaType": MEDIA_TYPE, "digest": self.sim.add_blob(blob), "size": len(blob), "annotations": layer.annotations(),
+        }  # fmt: skip
+        manifest = {
+            "schemaVersion": 2, "mediaType": OCI_MANIFEST,
+            "config": {"mediaType": OCI_CONFIG, "digest": self.sim.add_blob(body), "size": len(body)}, "layers": [descriptor],
+        }  # fmt: skip
+        # The simulator has one list of tags for all repositories.
+        self.sim.add_manifest(json.dumps(manifest).encode(), OCI_MANIFEST, tag)
+        self.layers[repository] = layer.blob_digest, blob
+        return f"{self.sim.host}/{repository}:{tag}"
+
+
+@dataclass
+class Served:
+    """A gateway that runs in this process."""
+
+    address: str
+    session: aiohttp.ClientSession
+
+    async def ask(self, path: str, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
+        url = f"http://{self.address}/v2/{path}"
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        async with self.session.request(method, url, headers=sent, allow_redirects=False) as answer:
+            return answer.status, {k.lower(): v for k, v in answer.headers.items()}, await answer.read()
+
+    async def code(self, path: str, method: str = "GET", **headers: str) -> tuple[int, str]:
+        status, _, body = await self.ask(path, method, **headers)
+        return status, json.loads(body)["errors"][0]["code"] if status >= 400 and body else ""
+
+
+@contextlib.asynccontextmanager
+async def serving(root: Path, tables: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Served]:
+    """A gateway with the node's root at ``root``, until the block ends."""
+    tables = {"snapshotter": {"root": str(root)}, "registry": {"attempts": 1, "deadline": 3.0}, **(tables or {})}
+    started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+    config = replace(GatewayConfig(address="127.0.0.1:0"), **settings)
+    running = asyncio.ensure_future(daemon.serve(config, tables, ready=started.set_result))
+    await asyncio.wait([started, running], return_when=asyncio.FIRST_COMPLETED)
+    if running.done():
+        running.result()
+    try:
+        async with aiohttp.ClientSession() as session:
+            yield Served(await started, session)
+    finally:
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
+def plan_of(*refs: str, more: str = "") -> str:
+    groups = "".join(f"  - {ref}\n" for ref in refs)
+    return f"apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\ngroups:\n{groups}{more}"
+
+
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "plans"
+    path.mkdir(exist_ok=True)
+    return path
+
+
+async def test_a_plan_is_answered_as_it_is_composed(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim, RegistryClient() as client:
+        groups = Groups(sim)
+        refs = [groups.add("base", {"a": b"1" * 100_000}, "b"), groups.add("tool", {"b": b"2"}, "t", Env=["X=1"])]
+        plans = directory(tmp_path)
+        (plans / "x.yaml").write_text(plan_of(*refs))
+        (plans / "x@v2.yaml").write_text(plan_of(refs[0]))
+        (plans / "y@RC.yml").write_text(plan_of(refs[1]))
+        wanted = await compose(parse_plan(plan_of(*refs)), resolver=Resolver(client), root=str(tmp_path / "elsewhere"))
+        async with serving(tmp_path / "root", plans=(str(plans),)) as gw:
+            code, headers, body = await gw.ask("plan/x/manifests/latest")
+            assert (code, body) == (200, wanted.manifest)
+            assert headers["docker-content-digest"] == wanted.digest == headers["etag"].strip('"')
+            assert headers["content-type"] == OCI_MANIFEST
+            code, headers, body = await gw.ask("plan/x/manifests/latest", "HEAD")
+            assert (code, int(headers["content-length"]), body) == (200, len(wanted.manifest), b"")
+            assert (await gw.ask("plan/x/manifests/latest", If_None_Match=f'"{wanted.digest}"'))[0] == 304
+            assert (await gw.ask(f"plan/x/manifests/{wanted.digest}"))[2] == wanted.manifest
+            assert (await gw.ask(f"plan/x/blobs/{wanted.config_digest}"))[2] == wanted.config
+            assert (await gw.ask(f"plan/x/blobs/{wanted.config_digest}", Range="bytes=2-5"))[2] == wanted.config[2:6]
+            assert (await gw.ask("plan/x/manifests/v2"))[0] == 200
+            assert (await gw.ask("plan/y/manifests/RC"))[0] == 200
+            assert json.loads((await gw.ask("plan/x/tags/list"))[2]) == {"name": "plan/x", "tags": ["latest", "v2"]}
+            code, headers, body = await gw.ask("plan/x/tags/list?n=1")
+            assert json.loads(body)["tags"] == ["latest"]
+            assert headers["link"] == '</v2/plan/x/tags/list?n=1&last=latest>; rel="next"'
+            assert json.loads((await gw.ask("plan/x/tags/list?n=1&last=latest"))[2])["tags"] == ["v2"]
+            code, headers, body = await gw.ask(f"plan/x/referrers/{wanted.digest}?artifactType=x")
+            assert (json.loads(body)["manifests"], headers["oci-filters-applied"]) == ([], "artifactType")
+            assert headers["content-type"] == OCI_INDEX
+            assert (await gw.ask(""))[0] == 200
+
+
+async def test_a_stack_is_answered_by_its_name_alone(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim, RegistryClient() as client:
+        groups = Groups(sim)
+        refs = [groups.add("base", {"a": b"1"}, "b"), groups.add("tool", {"b": b"2"}, "t")]
+        wanted = await compose(parse_plan(plan_of(*refs)), resolver=Resolver(client), root=str(tmp_path / "elsewhere"))
+        async with serving(tmp_path / "root", groups=(sim.host,), default_registry=sim.host) as gw:
+            name = spell(refs)
+            assert (await gw.ask(f"{name}/manifests/latest"))[2] == wanted.manifest
+            assert (await gw.ask(f"{name.replace('/and/', '/_/')}/manifests/any"))[2] == wanted.manifest
+            assert (await gw.ask("compose/base__b/and/tool/manifests/t"))[2] == wanted.manifest
+            assert json.loads((await gw.ask(f"{name}/tags/list"))[2])["tags"] == []
+
+
+async def test_a_digest_of_another_nodes_gateway_is_found_by_composing(tmp_path: Path) -> None:
+    """Manifests of Kubernetes name digests; each node has a gateway of its own."""
+    async with SimulatedRegistry() as sim, RegistryClient() as client:
+        ref = Groups(sim).add("base", {"a": b"1"})
+        (directory(tmp_path) / "x.yaml").write_text(plan_of(ref))
+        wanted = await compose(parse_plan(plan_of(ref)), resolver=Resolver(client), root=str(tmp_path / "elsewhere"))
+        async with serving(tmp_path / "root", plans=(str(directory(tmp_path)),)) as gw:
+            assert (await gw.ask(f"plan/x/manifests/{wanted.digest}"))[2] == wanted.manifest
+            assert await gw.code(f"plan/x/manifests/sha256:{HEX}") == (404, "MANIFEST_UNKNOWN")
+
+
+async def test_digests_go_on_after_tag_and_process_have_moved_on(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        ref = groups.add("base", {"a": b"1"})
+        name = spell([ref])
+        async with serving(tmp_path / "root", groups=(sim.host,), max_age=0.0) as gw:
+            _, headers, first = await gw.ask(f"{name}/manifests/latest")
+            old_layer = groups.layers["base"]
+            groups.add("base", {"a": b"2"})
+            _, new_headers, second = await gw.ask(f"{name}/manifests/latest")
+            assert first != second
+        async with serving(tmp_path / "root", groups=(sim.host,), blobs="proxy") as gw:
+            assert (await gw.ask(f"{name}/manifests/{headers['docker-content-digest']}"))[2] == first
+            assert (await gw.ask(f"{name}/manifests/{new_headers['docker-content-digest']}"))[2] == second
+            assert (await gw.ask(f"{name}/blobs/{old_layer[0]}"))[2] == old_layer[1]
+            config = json.loads(first)["config"]
+            assert len((await gw.ask(f"{name}/blobs/{config['digest']}"))[2]) == config["size"]
+
+
+async def test_a_registry_that_is_away_changes_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    plans = directory(tmp_path)
+    async with SimulatedRegistry() as sim, RegistryClient() as client:
+        groups = Groups(sim)
+        ref = groups.add("base", {"a": b"1"})
+        name = spell([ref])
+        sim_host = sim.host
+        (plans / "x.yaml").write_text(plan_of(ref))
+        async with serving(tmp_path / "root", groups=(sim.host,), plans=(str(plans),), max_age=0.0) as gw:
+            _, _, body = await gw.ask(f"{name}/manifests/latest")
+            assert (await gw.ask("plan/x/manifests/latest"))[2] == body
+        assert client
+    async with serving(tmp_path / "root", groups=(sim_host,), plans=(str(plans),), max_age=0.0) as gw:
+        with caplog.at_level(logging.WARNING):
+            assert (await gw.ask(f"{name}/manifests/latest"))[2] == body
+            assert (await gw.ask("plan/x/manifests/latest"))[2] == body
+        assert "registry away" in caplog.text
+        other = spell([ref.replace("base", "other")])
+        assert await gw.code(f"{other}/manifests/latest") == (503, "UNAVAILABLE")
+        layer = json.loads(body)["layers"][0]["digest"]
+        assert (await gw.code(f"{name}/blobs/{layer}"))[0] == 503
+
+
+@pytest.mark.parametrize("mode", ["auto", "redirect", "proxy"])
+async def test_layers_by_redirect_or_proxy(tmp_path: Path, mode: str) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": os.urandom(300_000)})])
+        digest, blob = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,), blobs=mode) as gw:
+            await gw.ask(f"{name}/manifests/latest")
+            code, headers, body = await gw.ask(f"{name}/blobs/{digest}")
+            if mode == "proxy":
+                assert (code, body) == (200, blob)
+                code, headers, body = await gw.ask(f"{name}/blobs/{digest}", Range="bytes=1000-1999")
+                assert (code, body) == (206, blob[1000:2000])
+                assert headers["content-range"] == f"bytes 1000-1999/{len(blob)}"
+                assert (await gw.ask(f"{name}/blobs/{digest}", Range="bytes=-7"))[2] == blob[-7:]
+                stale = await gw.ask(f"{name}/blobs/{digest}", Range="bytes=0-1", If_Range='"other"')
+                assert (stale[0], stale[2]) == (200, blob)
+                assert await gw.code(f"{name}/blobs/{digest}", Range=f"bytes={len(blob)}-") == (416, "SIZE_INVALID")
+            else:
+                assert code == 307
+                async with gw.session.get(headers["location"]) as answer:
+                    assert await answer.read() == blob
+            code, headers, _ = await gw.ask(f"{name}/blobs/{digest}", "HEAD")
+            assert (code, int(headers["content-length"]), headers["accept-ranges"]) == (200, len(blob), "bytes")
+            assert (await gw.ask(f"{name}/blobs/{digest}", If_None_Match=f'"{digest}"'))[0] == 304
+            assert await gw.code(f"{name}/blobs/sha256:{HEX}") == (404, "BLOB_UNKNOWN")
+            assert await gw.code(f"{name}/blobs/md5:00") == (400, "DIGEST_INVALID")
+
+
+def docker_config(tmp_path: Path, host: str) -> str:
+    path = tmp_path / "docker.json"
+    path.write_text(json.dumps({"auths": {host: {"auth": base64.b64encode(b"node:secret").decode()}}}))
+    return str(path)
+
+
+@pytest.mark.parametrize("auth", ["basic", "bearer"])
+async def test_the_nodes_credentials_stay_on_the_node(tmp_path: Path, auth: str) -> None:
+    """A client could not follow a redirect to a registry that asks for a token; it may follow one to a signed URL."""
+    async with SimulatedRegistry(auth=auth, user=("node", "secret")) as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": b"1" * 50_000})])
+        digest, blob = groups.layers["base"]
+        tables = {"registry": {"docker_config": docker_config(tmp_path, sim.host), "attempts": 1}}
+        async with serving(tmp_path / "root", tables, groups=(sim.host,)) as gw:
+            await gw.ask(f"{name}/manifests/latest")
+            code, headers, body = await gw.ask(f"{name}/blobs/{digest}")
+            assert (code, body) == (200, blob)
+            sim.redirect_blobs = True
+            code, headers, _ = await gw.ask(f"{name}/blobs/{digest}")
+            assert code == 307
+            assert headers["location"].startswith(f"http://{sim.storage}/")
+            assert "secret" not in str(headers)
+            assert not any("Authorization" in seen.headers for seen in sim.seen if seen.server == "storage")
+            sim.expire_urls()
+            async with gw.session.get((await gw.ask(f"{name}/blobs/{digest}"))[1]["location"]) as answer:
+                assert await answer.read() == blob, "a URL that has expired is not given out"
+
+
+async def test_what_upstream_does_wrong(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": os.urandom(200_000)})])
+        digest, blob = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,)) as gw:
+            await gw.ask(f"{name}/manifests/latest")
+            sim.script.extend([status(500), status(200)])
+            assert (await gw.ask(f"{name}/blobs/{digest}"))[0] in (200, 502, 503)
+            sim.script.clear()
+            sim.script.extend([redirect("ftp://nowhere/"), redirect("ftp://nowhere/")])
+            assert await gw.code(f"{name}/blobs/{digest}") == (502, "UNKNOWN")
+            del sim.blobs[digest]
+            assert (await gw.code(f"{name}/blobs/{digest}"))[0] == 404
+        sim.blobs[digest] = blob
+        async with serving(tmp_path / "root", groups=(sim.host,), blobs="proxy") as gw:
+            sim.script.append(stall(30, 1000))
+            tables_deadline = time.monotonic()
+            with pytest.raises((aiohttp.ClientError, TimeoutError)):
+                async with asyncio.timeout(1):
+                    await gw.ask(f"{name}/blobs/{digest}")
+            assert time.monotonic() - tables_deadline < 10
+
+
+async def test_no_open_proxy(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        ref = groups.add("team/base", {"a": b"1"})
+        name = spell([ref])
+        async with serving(tmp_path / "root") as gw:
+            assert await gw.code(f"{name}/manifests/latest") == (403, "DENIED")
+        async with serving(tmp_path / "root", groups=(f"{sim.host}/other/**",)) as gw:
+            assert await gw.code(f"{name}/manifests/latest") == (403, "DENIED")
+            assert await gw.code("compose/debian/manifests/12") == (403, "DENIED")
+        assert not sim.seen, "nobody was asked"
+        async with serving(tmp_path / "root", groups=(f"{sim.host}/team/*",)) as gw:
+            assert (await gw.ask(f"{name}/manifests/latest"))[0] == 200
+
+
+async def test_plans_from_a_registry_stack_what_is_allowed_and_read_no_file(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("s")
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        ref = groups.add("team/base", {"a": b"1"}, "b")
+
+        def publish(text: str) -> None:
+            body = text.encode()
+            layer = {"mediaType": "application/vnd.weenv.plan.v1+yaml", "digest": sim.add_blob(body), "size": len(body)}
+            manifest = {
+                "schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": "application/vnd.weenv.plan.v1",
+                "config": {"mediaType": "application/vnd.oci.empty.v1+json", "digest": sim.add_blob(b"{}"), "size": 2},
+                "layers": [layer],
+            }  # fmt: skip
+            sim.add_manifest(json.dumps(manifest).encode(), OCI_MANIFEST, "p")
+
+        settings = {"plans": (f"{sim.host}/plans",), "groups": (f"{sim.host}/team/**",), "max_age": 0.0}
+        async with serving(tmp_path / "root", **settings) as gw:
+            publish(plan_of(ref))
+            assert (await gw.ask("plan/x/manifests/p"))[0] == 200
+            publish(plan_of(ref.replace("team", "other")))
+            assert await gw.code("plan/x/manifests/p") == (403, "DENIED")
+            publish(plan_of(f"oci:{tmp_path}"))
+            assert await gw.code("plan/x/manifests/p") == (403, "DENIED")
+            publish(plan_of(ref, more="mutations:\n  - files: {/x: {file: secret}}\n"))
+            assert await gw.code("plan/x/manifests/p") == (422, "MANIFEST_INVALID")
+            publish(plan_of(ref, more="nonsense: 1\n"))
+            assert await gw.code("plan/x/manifests/p") == (422, "MANIFEST_INVALID")
+            publish(plan_of(ref, more="mutations:\n  - run: make\n"))
+            assert await gw.code("plan/x/manifests/p") == (422, "MANIFEST_INVALID")
+            assert await gw.code("plan/x/manifests/b") == (422, "MANIFEST_INVALID"), "an image is no plan"
+            assert await gw.code("plan/x/manifests/none") == (404, "MANIFEST_UNKNOWN")
+
+
+async def test_what_is_refused(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        ref = groups.add("base", {"a": b"1"})
+        plans = directory(tmp_path)
+        (plans / "x.yaml").write_text(plan_of(ref))
+        (plans / "broken.yaml").write_text("a: [")
+        (plans / "gone.yaml").write_text(plan_of(ref.replace(":1", ":none")))
+        (plans / "directory.yaml").mkdir()
+        os.mkfifo(plans / "fifo.yaml")
+        async with serving(tmp_path / "root", plans=(str(plans),), groups=(sim.host,)) as gw:
+            for path, wanted in {
+                "plan/none/manifests/latest": (404, "MANIFEST_UNKNOWN"),
+                "plan/none/tags/list": (404, "NAME_UNKNOWN"),
+                "plan/x/manifests/none": (404, "MANIFEST_UNKNOWN"),
+                "plan/gone/manifests/latest": (404, "MANIFEST_UNKNOWN"),
+                "plan/broken/manifests/latest": (422, "MANIFEST_INVALID"),
+                "plan/directory/manifests/latest": (502, "UNKNOWN"),
+                "plan/fifo/manifests/latest": (502, "UNKNOWN"),
+                "other/x/manifests/latest": (400, "NAME_INVALID"),
+                "plan/..%2fetc/manifests/latest": (400, "NAME_INVALID"),
+                "plan/X/manifests/latest": (400, "NAME_INVALID"),
+                "plan/x/manifests/-bad": (400, "NAME_INVALID"),
+                "plan/x/manifests/sha256:12": (400, "DIGEST_INVALID"),
+                "compose/and/manifests/latest": (400, "NAME_INVALID"),
+                f"{spell([ref.replace(':1', ':none')])}/manifests/latest": (404, "MANIFEST_UNKNOWN"),
+                "_catalog": (404, "UNSUPPORTED"),
+            }.items():
+                assert await gw.code(path) == wanted, path
+            for method in ("POST", "PUT", "PATCH", "DELETE"):
+                assert await gw.code("plan/x/blobs/uploads/", method) == (405, "UNSUPPORTED")
+            docker_only = "application/vnd.docker.distribution.manifest.v2+json"
+            assert await gw.code("plan/x/manifests/latest", Accept=docker_only) == (404, "MANIFEST_UNKNOWN")
+            url = f"http://{gw.address}/v2/plan/x/manifests/latest"
+            async with gw.session.get(url, data=b"x" * 10) as answer:
+                assert answer.status == 413
+        with contextlib.closing(sqlite3.connect(str(tmp_path / "root" / "gateway.db"))) as db:
+            assert db.execute("SELECT count(*) FROM images").fetchone()[0] == 0, "nothing is left of what was refused"
+
+
+async def test_who_may_ask(tmp_path: Path) -> None:
+    users = tmp_path / "users"
+    users.write_text("ann:correct horse\n")
+    users.chmod(0o600)
+    basic = "Basic " + base64.b64encode(b"ann:correct horse").decode()
+    async with serving(tmp_path / "root", users_file=str(users)) as gw:
+        code, headers, _ = await gw.ask("")
+        assert code == 401
+        assert headers["www-authenticate"].startswith("Basic ")
+        assert (await gw.ask("", Authorization=basic))[0] == 200
+        assert (await gw.ask("", Authorization="Bearer correct horse"))[0] == 200
+        for wrong in ("Basic " + base64.b64encode(b"ann:x").decode(), "Bearer ann", "Basic !", "Digest x", basic[:-3]):
+            assert (await gw.ask("", Authorization=wrong))[0] == 401
+
+
+async def test_too_many_at_a_time_are_told_to_come_back(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": os.urandom(200_000)})])
+        digest, _ = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,), blobs="proxy", requests=1) as gw:
+            await gw.ask(f"{name}/manifests/latest")
+            sim.script.append(stall(30, 1000))
+            url = f"http://{gw.address}/v2/{name}/blobs/{digest}"
+            async with gw.session.get(url) as held:
+                assert held.status == 200, "the first bytes have come, the rest has not"
+                code, headers, _ = await gw.ask("")
+                assert (code, headers["retry-after"]) == (429, "1")
+
+
+async def test_a_client_that_stands_still_is_dropped(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": os.urandom(30 << 20)})])
+        digest, blob = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,), blobs="proxy", client_stall=0.2) as gw:
+            await gw.ask(f"{name}/manifests/latest")
+            host, _, port = gw.address.partition(":")
+            reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 10)
+            writer.write(f"GET /v2/{name}/blobs/{digest} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+            got = len(await reader.read(10))
+            await asyncio.sleep(0.5)  # standing still is what is tried
+            with contextlib.suppress(ConnectionError):
+                while chunk := await reader.read(1 << 20):
+                    got += len(chunk)
+            assert got < len(blob)
+            writer.close()
+
+
+async def test_a_unix_socket_is_ours_alone(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "g.sock"
+    async with serving(tmp_path / "root", address=f"unix:{path}"):
+        assert path.stat().st_mode & 0o777 == 0o600
+        async with (
+            aiohttp.ClientSession(connector=aiohttp.UnixConnector(str(path))) as session,
+            session.get("http://gateway/v2/") as answer,
+        ):
+            assert answer.status == 200
+    path.unlink(missing_ok=True)
+    path.write_text("")
+    with pytest.raises(ConfigError, match="in the way"):
+        async with serving(tmp_path / "root", address=f"unix:{path}"):
+            pass
+
+
+async def test_an_address_in_use_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigError, match="cannot listen"):
+            async with serving(tmp_path / "root", address=f"127.0.0.1:{taken.getsockname()[1]}"):
+                pass
+
+
+async def test_a_mutation_made_here_is_served_from_here_and_made_again(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        ref = groups.add("base", {"etc/a": b"1\n"})
+        plans = directory(tmp_path)
+        (plans / "x.yaml").write_text(plan_of(ref, more='mutations:\n  - files: {/etc/b: "2"}\n'))
+        async with serving(tmp_path / "root", plans=(str(plans),)) as gw:
+            _, headers, body = await gw.ask("plan/x/manifests/latest")
+            layers = json.loads(body)["layers"]
+            assert len(layers) == 2
+            code, _, blob = await gw.ask(f"plan/x/blobs/{layers[1]['digest']}")
+            assert (code, sha256(blob)) == (200, layers[1]["digest"])
+            part = await gw.ask(f"plan/x/blobs/{layers[1]['digest']}", Range="bytes=3-9")
+            assert (part[0], part[2]) == (206, blob[3:10])
+            (tmp_path / "root/mutations/blobs/sha256" / layers[1]["digest"][7:]).unlink()
+            assert (await gw.ask(f"plan/x/manifests/{headers['docker-content-digest']}"))[2] == body
+            assert (await gw.ask(f"plan/x/blobs/{layers[1]['digest']}"))[2] == blob
+
+
+def deny(host: str) -> dict[str, Any]:
+    return {"policy": {"rules": [{"match": [f"{host}/**"], "action": "deny"}]}}
+
+
+async def test_the_policy_is_asked_before_anything_is_answered(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": b"1"})])
+        digest, _ = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,)) as gw:
+            _, headers, body = await gw.ask(f"{name}/manifests/latest")
+        async with serving(tmp_path / "root", deny(sim.host), groups=(sim.host,)) as gw:
+            for path in (
+                f"manifests/{headers['docker-content-digest']}", "manifests/latest", f"blobs/{digest}",
+                f"blobs/{json.loads(body)['config']['digest']}",
+            ):  # fmt: skip
+                assert await gw.code(f"{name}/{path}") == (403, "DENIED"), path
+        async with serving(tmp_path / "root", groups=(sim.host,)) as gw:
+            assert (await gw.ask(f"{name}/manifests/{headers['docker-content-digest']}"))[2] == body
+
+
+async def test_many_ask_for_one_name_and_it_is_composed_once(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": b"1"})])
+        async with serving(tmp_path / "root", groups=(sim.host,)) as gw:
+            answers = await asyncio.gather(*(gw.ask(f"{name}/manifests/latest") for _ in range(50)))
+            assert {(code, body) for code, _, body in answers} == {(200, answers[0][2])}
+            assert sim.count("registry", part="/manifests/") == 1
+
+
+async def test_what_a_client_gives_up_goes_on_for_others(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": os.urandom(100_000)})])
+        digest, blob = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,), blobs="proxy") as gw:
+            await gw.ask(f"{name}/manifests/latest")
+            sim.script.append(stall(0.2, 100))
+            leaving = asyncio.ensure_future(gw.ask(f"{name}/blobs/{digest}"))
+            staying = asyncio.ensure_future(gw.ask(f"{name}/blobs/{digest}"))
+            await asyncio.sleep(0)
+            leaving.cancel()
+            await asyncio.gather(leaving, return_exceptions=True)
+            assert (await staying)[2] == blob

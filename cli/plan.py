@@ -16,7 +16,7 @@ from weenv.core.settings import DEFAULT_CONFIG, read_tables
 from weenv.environment.model import Plan
 
 if TYPE_CHECKING:
-    from weenv.environment.compose import Composed
+    from weenv.environment.compose import Composed, Registered, StackedLayer
     from weenv.registry.groupref.model import ResolvedGroup
     from weenv.registry.groupref.resolve import Resolver
 
@@ -104,6 +104,8 @@ def check(path: str, as_json: bool) -> None:
 def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: str, plain_http: tuple[str, ...]) -> None:
     """Pin every group of a plan by digest; comments and layout of the file stay.
 
+    Groups that are not in the lazy format are named on standard error.
+
     \b
     Examples:
       weenv plan lock task.yaml -o task.locked.yaml
@@ -131,6 +133,8 @@ def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: 
         return
     refs = [use.ref for use in loaded.groups]
     groups = with_resolver(config_path, plain_http, lambda r: r.resolve_all(refs), max_age=0.0)
+    for text in _not_lazy_groups(groups):
+        click.echo(f"weenv: note: {render.plain(text)}", err=True)
     with open(path, encoding="utf-8") as file:
         text = lock_text(file.read(), path, groups)
     target = path if in_place else output
@@ -138,6 +142,21 @@ def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: 
         write_atomic(target, text.encode(), mode=0o644)
     else:
         sys.stdout.write(text)
+
+
+def _not_lazy_groups(groups: list[ResolvedGroup]) -> list[str]:
+    """A line for each group that has layers which are not lazy."""
+    from weenv.environment.compose import stack
+
+    lines = []
+    for group in groups:
+        ordinary = [layer.ref.size for layer in stack([group]) if not layer.lazy] if group.layers else []
+        if ordinary:
+            lines.append(
+                f"{group.reference} is not in the lazy format: {len(ordinary)} of {len(group.layers)} layers, "
+                f"{render.size(sum(ordinary))}. Publish it lazily: weenv convert"
+            )
+    return lines
 
 
 @plan.command("show", short_help="Draw a plan's stack, top first, with sizes.")
@@ -154,31 +173,56 @@ def show(path: str, conflicts: bool, config_path: str, plain_http: tuple[str, ..
       weenv plan show task.yaml
       weenv plan show task.yaml --conflicts --json
     """
+    from dataclasses import replace
+
     from weenv.environment.compose import compose_image
+    from weenv.environment.composeconfig import compose_config
     from weenv.environment.conflicts import find_conflicts
+    from weenv.environment.nodelayers import NodeLayers
     from weenv.environment.tocs import TocReader
     from weenv.plugin.snapshotter.config import from_tables
 
     loaded = _load(path)
-    root = from_tables(read_tables(config_path)).root
+    tables = read_tables(config_path)
+    root, settings = from_tables(tables).root, compose_config(tables)
 
     async def work(resolver: Resolver) -> tuple[list[ResolvedGroup], Composed, list[Found]]:
         groups = await resolver.resolve_all(use.ref for use in loaded.groups)
         image = compose_image(loaded, groups)
+        local = NodeLayers(resolver.client, root, settings)
+        image = replace(image, layers=tuple(local.known(layer) for layer in image.layers))
         found: list[Found] = []
         if conflicts:
-            lazy = [(number, layer) for number, layer in enumerate(image.layers) if layer.lazy]
+            readable = enumerate(image.layers)
+            lazy = [(number, layer) for number, layer in readable if layer.lazy or layer.served is not None]
             tocs = await TocReader(resolver.client, root).read_all([layer for _, layer in lazy])
             numbers = [number for number, _ in lazy]
             found = [(c.path, [numbers[n] for n in c.layers], c.what) for c in await asyncio.to_thread(find_conflicts, tocs)]
         return groups, image, found
 
     groups, image, found = with_resolver(config_path, plain_http, work)
-    _draw(loaded, groups, image, found, conflicts, as_json)
+    _draw(loaded, groups, image, found, conflicts, as_json, settings.not_lazy)
+
+
+def _fate(layer: StackedLayer, setting: str) -> str:
+    """What this node makes of a layer: ``lazy``, ``converted``, or what it will do: ``convert``, ``unpack``, ``refuse``."""
+    if layer.lazy:
+        return "lazy"
+    if layer.served is not None:
+        return "converted"
+    return "unpack" if layer.reason and setting == "convert" else setting
+
+
+_FATES = {
+    "converted": "converted on this node",
+    "convert": "will be converted on this node",
+    "unpack": "will be fetched and unpacked",
+    "refuse": "is refused here: weenv convert it",
+}
 
 
 def _draw(
-    loaded: Plan, groups: list[ResolvedGroup], image: Composed, found: list[Found], conflicts: bool, as_json: bool
+    loaded: Plan, groups: list[ResolvedGroup], image: Composed, found: list[Found], conflicts: bool, as_json: bool, setting: str
 ) -> None:
     layers = image.layers
     if as_json:
@@ -188,7 +232,15 @@ def _draw(
                 "digest": image.digest,
                 "lazy": image.lazy,
                 "layers": [
-                    {"group": layer.group, "digest": layer.ref.digest, "size": layer.ref.size, "lazy": layer.lazy}
+                    {
+                        "group": layer.group,
+                        "digest": layer.ref.digest,
+                        "size": layer.ref.size,
+                        "lazy": layer.lazy,
+                        "served": _fate(layer, setting),
+                        **({"local_size": layer.served.ref.size} if layer.served is not None else {}),
+                        **({"reason": layer.reason} if layer.reason else {}),
+                    }
                     for layer in layers
                 ],
                 "conflicts": [
@@ -198,12 +250,19 @@ def _draw(
             }
         )
         return
-    rows = []
+    rows, told = [], list[str]()
     if loaded.mutations:
         rows.append(("mutation", f"{len(loaded.mutations)} of this plan", "", "", "", "[green]lazy[/]"))
     for group in reversed(groups):
         own = [layer for layer in layers if layer.group == group.reference]
-        lazy = all(layer.lazy for layer in own)
+        ordinary = [layer for layer in own if not layer.lazy]
+        if ordinary:
+            fates = sorted({_FATES[_fate(layer, setting)] for layer in ordinary})
+            reasons = "".join(sorted({f" ({layer.reason})" for layer in ordinary if layer.reason}))
+            total = render.size(sum(layer.ref.size for layer in ordinary))
+            told.append(
+                f"not lazy: {group.reference}: {len(ordinary)} of {len(own)} layers, {total}: {', '.join(fates)}{reasons}"
+            )
         rows.append(
             (
                 group.kind or "image",
@@ -211,10 +270,12 @@ def _draw(
                 group.version,
                 str(len(group.layers)),
                 render.size(sum(layer.size for layer in group.layers)),
-                "[green]lazy[/]" if lazy else "[yellow]not lazy: weenv convert it[/]",
+                "[yellow]not lazy[/]" if ordinary else "[green]lazy[/]",
             )
         )
     render.table(["kind", "group (top first)", "version", "layers", "size", ""], rows, right=[3, 4])
+    for text in told:
+        click.echo(render.plain(text))
     click.echo(f"{image.name}: {len(layers)} layers, {render.size(sum(layer.ref.size for layer in layers))}")
     if conflicts:
         if not found:
@@ -226,18 +287,20 @@ def _draw(
 
 @plan.command("compose", short_help="Register a plan's image with containerd.")
 @_file
-@click.option("--namespace", default="default", show_default=True, help="containerd's namespace.")
-@click.option("--containerd", "socket", default="/run/containerd/containerd.sock", show_default=True, help="Its socket.")
-@click.option("--snapshotter", default="weenv", show_default=True, help="Our name among its proxy plugins.")
+@click.option("-n", "--namespace", help="containerd's namespace.  [default: run.namespace]")
+@click.option("--containerd", "socket", metavar="SOCK", help="containerd's socket.  [default: run.address]")
+@click.option("--snapshotter", help="Our name among its proxy plugins.  [default: run.snapshotter]")
 @_config
 @_plain_http
 @_json
 def compose_plan(
-    path: str, namespace: str, socket: str, snapshotter: str, config_path: str, plain_http: tuple[str, ...], as_json: bool
-) -> None:
+    path: str, namespace: str | None, socket: str | None, snapshotter: str | None, config_path: str,
+    plain_http: tuple[str, ...], as_json: bool,
+) -> None:  # fmt: skip
     """Make a plan's mutation layer and register its image with containerd; prints the name that can be run.
 
-    No layer is downloaded. Composing the same plan again changes nothing.
+    No layer is downloaded, but those of groups that are not in the lazy format: they are converted on the node, once,
+    or unpacked (compose.not_lazy), and named on standard error. Composing the same plan again changes nothing.
 
     \b
     Examples:
@@ -245,21 +308,40 @@ def compose_plan(
       ctr run --rm --snapshotter weenv $(weenv plan compose task.yaml) t1 sh
       weenv plan compose task.yaml --namespace moby
     """
+    from weenv.cli.progress import bar
+    from weenv.cli.run import say
     from weenv.environment.build import compose
     from weenv.environment.compose import register
+    from weenv.environment.composeconfig import compose_config
+    from weenv.environment.nodelayers import NodeLayers
+    from weenv.environment.notlazy import line
+    from weenv.environment.runconfig import load
     from weenv.plugin.containerd.client import Client
-    from weenv.plugin.snapshotter.config import from_tables
 
     loaded = _load(path)
-    root = from_tables(read_tables(config_path)).root
+    node = load(config_path, address=socket, namespace=namespace, snapshotter=snapshotter)
+    settings = compose_config(node.tables)
 
-    async def work(resolver: Resolver) -> tuple[Composed, bool]:
-        image = await compose(loaded, resolver=resolver, root=root)
-        async with Client(socket) as client:
-            return image, await register(image, client.namespace(namespace), snapshotter=snapshotter)
+    async def work(resolver: Resolver) -> tuple[Composed, Registered]:
+        local = NodeLayers(resolver.client, node.root, settings, show=bar)
+        image = await compose(loaded, resolver=resolver, root=node.root, local=local)
+        async with Client(node.run.address) as client:
+            where = client.namespace(node.run.namespace)
+            return image, await register(image, where, snapshotter=node.run.snapshotter, local=local)
 
-    image, fresh = with_resolver(config_path, plain_http, work)
+    image, made = with_resolver(config_path, plain_http, work)
+    if made.not_lazy:
+        say(line(made.not_lazy))
     if as_json:
-        render.print_json({"name": image.name, "digest": image.digest, "layers": len(image.layers), "new": fresh})
+        render.print_json(
+            {
+                "name": image.name,
+                "digest": image.digest,
+                "layers": len(image.layers),
+                "new": made.new,
+                "lazy": image.lazy,
+                "not_lazy": [group.to_json() for group in made.not_lazy],
+            }
+        )
     else:
         click.echo(image.name)

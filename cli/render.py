@@ -9,20 +9,9 @@ from typing import Any
 import click
 
 from weenv.core.log import printable
+from weenv.core.units import seconds, size
 
-
-def size(count: float) -> str:
-    """Bytes with a binary unit, three significant digits: ``1.50 MiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.3g} {unit}"
-        count /= 1024
-    return f"{count:.3g} TiB"
-
-
-def seconds(value: float) -> str:
-    """A duration with a fitting unit."""
-    return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+__all__ = ["escape", "plain", "print_json", "seconds", "short", "size", "table"]
 
 
 def short(digest: str) -> str:

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 
+from weenv.cli.progress import bar
+from weenv.core.log import printable
 from weenv.core.settings import DEFAULT_CONFIG
 
 if TYPE_CHECKING:
@@ -35,6 +37,11 @@ def node_options(command: F) -> F:
     return command
 
 
+def say(line: str) -> None:
+    """A line about what is not lazy, on standard error; with a carriage return for a terminal that is in raw mode."""
+    click.echo(f"weenv: {printable(line)}" + "\r" * sys.stderr.isatty(), err=True)
+
+
 def on_node(options: dict[str, Any], work: Callable[[Node], Awaitable[T]], **more: Any) -> T:
     """Run ``work(node)``."""
     gc.disable()  # while importing: nothing becomes garbage
@@ -54,6 +61,8 @@ def on_node(options: dict[str, Any], work: Callable[[Node], Awaitable[T]], **mor
 
     async def run() -> T:
         async with Node(config) as node:
+            node.say = say
+            node.show = bar
             return await work(node)
 
     return asyncio.run(run())
@@ -188,11 +197,18 @@ def ps(everything: bool, quiet: bool, as_json: bool, **o: Any) -> None:
         from weenv.cli import render
 
         table = [
-            (row["name"], render.escape(row["plan"]), render.escape(row["image"]), _status(row), str(row["pid"] or "-"),
-             render.seconds(row["age"]), render.escape(" ".join(row["command"])[:60]))
+            (row["name"], render.escape(row["plan"]), render.escape(row["image"]), _lazy(row), _status(row),
+             str(row["pid"] or "-"), render.seconds(row["age"]), render.escape(" ".join(row["command"])[:60]))
             for row in rows
         ]  # fmt: skip
-        render.table(["name", "plan", "image", "status", "pid", "age", "command"], table, right=[4, 5])
+        render.table(["name", "plan", "image", "layers", "status", "pid", "age", "command"], table, right=[5, 6])
+
+
+def _lazy(row: dict[str, Any]) -> str:
+    from weenv.environment.notlazy import LABEL, from_label, short
+
+    text = short(from_label(row["labels"].get(LABEL, "")))
+    return text if text == "lazy" else f"[yellow]{text}[/]"
 
 
 def _status(row: dict[str, Any]) -> str:

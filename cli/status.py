@@ -61,7 +61,7 @@ def status(config_path: str, as_json: bool) -> None:
             render.size(layer.disk_bytes),
             str(layer.snapshots),
             str(layer.users),
-            render.escape(layer.origins[0]) if layer.origins else "-",
+            "[yellow]converted here[/]" if layer.converted else render.escape(layer.origins[0]) if layer.origins else "-",
         )
         for layer in node.layers
     ]
@@ -74,6 +74,10 @@ def status(config_path: str, as_json: bool) -> None:
         f"{node.active} containers, {node.views} views; images' snapshots: {node.committed_lazy} lazy, "
         f"{node.committed_ordinary} ordinary ({render.size(node.ordinary_bytes)})"
     )
+    if node.converted_blobs:
+        click.echo(
+            f"not in the lazy format, converted on this node: {node.converted_blobs} layers, {render.size(node.converted_bytes)}"
+        )
     click.echo(f"snapshotter: {f'running (pid {node.pid})' if node.running else 'not running'}, root {node.root}")
     click.echo(f"blobfs: {'running' if blobfs is not None else 'not running'}")
     for problem in node.problems:

@@ -1,8 +1,13 @@
 """A plan into an image that is a manifest and a config: no layer is downloaded, copied, unpacked or run.
 
-:func:`compose_image` is pure: groups in, documents out, the same bytes on every node. :func:`register` makes containerd
-know the result: under a lease each layer is offered to the snapshotter with ``snapshot.ref`` (as containerd's own
-unpacker does), then config and manifest are stored with the labels that its collector follows, then the image is named.
+:func:`compose_image` is pure: groups in, documents out, the same bytes on every node. They name the layers as the groups
+do, in the lazy format or not: what a node makes of the latter is its own affair (docs/adr/0004-not-lazy.md), and only the
+snapshotter is told (:meth:`StackedLayer.labels`).
+
+:func:`register` makes containerd know the result: under a lease each layer is offered to the snapshotter with
+``snapshot.ref`` (as containerd's own unpacker does), then config and manifest are stored with the labels that its collector
+follows, then the image is named. Layers that are not lazy are converted before (nodelayers.py), or unpacked in their turn
+(unpack.py); those above and below are lazy all the same, for the snapshotter stacks both kinds on each other.
 """
 
 from __future__ import annotations
@@ -10,18 +15,23 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from weenv.core.digest import chain_id, sha256
 from weenv.core.errors import FormatError, LimitError, WeenvError
 from weenv.environment.merge import EPOCH, encode, merge_configs, platform_of
 from weenv.environment.model import Plan
+from weenv.environment.notlazy import LABEL, NotLazyGroup, from_label, to_label
 from weenv.layer.verify import LAYER_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations
 from weenv.plugin.containerd.client import ContainerdError, Namespaced
 from weenv.plugin.containerd.types import LABEL_PREFIX, LABEL_SNAPSHOT_REF, Descriptor, Image
 from weenv.registry.groupref.model import MAX_STACK, LayerRef, ResolvedGroup
 from weenv.registry.groupref.resolve import this_platform
 from weenv.registry.manifest import OCI_CONFIG, OCI_MANIFEST
+
+if TYPE_CHECKING:  # it brings the converter
+    from weenv.environment.nodelayers import NodeLayers
 
 HOST = "weenv.local"
 """Registry host in the names of composed images: no such registry exists, so nobody can be asked for one by mistake."""
@@ -34,21 +44,49 @@ _SOURCE_KEYS = (LAYER_ANNOTATION, TOC_ANNOTATION)
 
 
 class NotLazyError(WeenvError):
-    """A layer that the snapshotter does not serve lazily: it has to be fetched, or converted, first."""
+    """A layer that is not served lazily where it has to be."""
 
-    def __init__(self, layer: LayerRef, reference: str) -> None:
-        super().__init__(f"layer {layer.digest} of {reference} is not in the lazy format", hint="convert it: weenv convert")
+    def __init__(
+        self, layer: LayerRef, reference: str, what: str = "is not in the lazy format", hint: str = "convert it: weenv convert"
+    ) -> None:
+        super().__init__(f"layer {layer.digest} of {reference} {what}", hint=hint)
         self.layer = layer
         self.reference = reference
 
 
 @dataclass(frozen=True, slots=True)
+class LocalLayer:
+    """What this node converted a layer to: the new blob, in the layout at ``path``."""
+
+    ref: LayerRef
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class StackedLayer:
-    """A layer of the stack, the group it came with, and whether it is in the lazy format."""
+    """A layer of the stack, the group it came with, and whether it is in the lazy format.
+
+    ``host`` and ``repository`` say where the group's blobs are (ResolvedGroup). What a node makes of a layer that is not
+    lazy, ``served`` or the ``reason`` why it cannot be converted, is no part of the image: that is the same on every node.
+    """
 
     ref: LayerRef
     group: str
     lazy: bool
+    host: str = ""
+    repository: str = ""
+    served: LocalLayer | None = None
+    reason: str = ""
+
+    @property
+    def blob(self) -> LayerRef:
+        """The blob that its bytes are read from."""
+        return self.ref if self.served is None else self.served.ref
+
+    def labels(self, chain: str) -> dict[str, str]:
+        """What the snapshotter is told of it."""
+        told = self.blob.annotations if self.lazy or self.served is not None else {}
+        return {key: value for key, value in told.items() if key.startswith(LABEL_PREFIX)} | {LABEL_SNAPSHOT_REF: chain}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +104,7 @@ class Composed:
 
     @property
     def lazy(self) -> bool:
-        """True where every layer is served lazily."""
+        """True where every layer is in the lazy format."""
         return all(layer.lazy for layer in self.layers)
 
     @property
@@ -92,7 +130,8 @@ def stack(groups: Sequence[ResolvedGroup], top: Sequence[LayerRef] = ()) -> tupl
                 # A composed image is in no registry, so each layer says which one holds it.
                 annotations[SOURCE_ANNOTATION] = f"{group.host}/{group.repository}"
             ref = LayerRef(layer.digest, layer.size, layer.media_type, layer.diff_id, annotations)
-            layers.append(StackedLayer(ref, group.reference, promised is not None and promised.digest == layer.digest))
+            lazy = promised is not None and promised.digest == layer.digest
+            layers.append(StackedLayer(ref, group.reference, lazy, group.host, group.repository))
     layers.extend(StackedLayer(layer, "mutations", True) for layer in top)
     if not layers:
         raise FormatError("the groups have no layers", hint="name a base image in the plan")
@@ -149,64 +188,157 @@ def compose_image(plan: Plan, groups: Sequence[ResolvedGroup], top: Sequence[Lay
     )
 
 
-async def is_registered(image: Composed, namespace: Namespaced, snapshotter: str) -> bool:
-    """True where containerd has the image and its top snapshot: composing again would change nothing."""
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """What :func:`register` did: whether containerd did not know the image before, and the groups that are not lazy."""
+
+    new: bool
+    not_lazy: tuple[NotLazyGroup, ...] = ()
+
+    def __bool__(self) -> bool:
+        return self.new
+
+
+async def _registered(image: Composed, namespace: Namespaced, snapshotter: str) -> Image | None:
     try:
         found = await namespace.get_image(image.name)
         if found.target.digest != image.digest:
-            return False
+            return None
         await namespace.snapshots(snapshotter).stat(image.chain)
     except ContainerdError as error:
         if error.code == "NOT_FOUND":
-            return False
+            return None
         raise
-    return True
+    return found
 
 
-async def register(image: Composed, namespace: Namespaced, *, snapshotter: str = "weenv") -> bool:
-    """Make containerd know the image in one of its namespaces; False where it knew it already.
+async def is_registered(image: Composed, namespace: Namespaced, snapshotter: str) -> bool:
+    """True where containerd has the image and its top snapshot: composing again would change nothing."""
+    return await _registered(image, namespace, snapshotter) is not None
 
-    Raises NotLazyError for the first layer that is not served lazily, ContainerdError. Whatever fails, nothing is left
-    but what containerd's collector takes: all of it hangs on a lease that ends here.
+
+async def register(
+    image: Composed, namespace: Namespaced, *, snapshotter: str = "weenv", local: NodeLayers | None = None
+) -> Registered:
+    """Make containerd know the image in one of its namespaces. Without ``local`` every layer has to be lazy.
+
+    Raises NotLazyError for a layer that has to be lazy and is not served so, ContainerdError, and what ``local`` raises.
+    Whatever fails, nothing is left but what containerd's collector takes: all of it hangs on a lease that ends here.
     """
-    if await is_registered(image, namespace, snapshotter):
-        return False
+    known = await _registered(image, namespace, snapshotter)
+    if known is not None:
+        return Registered(False, tuple(from_label(known.labels.get(LABEL, ""))))
+    layers = await _served(image, namespace, snapshotter, local)
     lease = f"weenv-compose-{secrets.token_hex(8)}"
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + _LEASE_LIFE))
     await namespace.create_lease(lease, {"containerd.io/gc.expire": expires})
     leased = namespace.client.namespace(namespace.name, lease=lease)
     try:
-        await _snapshots(image, leased, snapshotter)
+        stacking = _Stacking(leased, snapshotter, local)
+        await stacking.stack(layers, image.chains)
         await leased.write_content(
-            f"weenv-config-{image.config_digest}", image.config, image.config_digest,
+            f"{lease}-config", image.config, image.config_digest,
             labels={f"containerd.io/gc.ref.snapshot.{snapshotter}": image.chain},
         )  # fmt: skip
         labels = {"containerd.io/gc.ref.content.config": image.config_digest}
         labels |= {f"containerd.io/gc.ref.content.l.{n}": layer.ref.digest for n, layer in enumerate(image.layers)}
-        await leased.write_content(f"weenv-manifest-{image.digest}", image.manifest, image.digest, labels=labels)
-        target = Descriptor(OCI_MANIFEST, image.digest, len(image.manifest))
-        await leased.put_image(Image(image.name, target, {PLAN_LABEL: image.plan}))
+        await leased.write_content(f"{lease}-manifest", image.manifest, image.digest, labels=labels)
+        groups = stacking.groups()
+        about = {PLAN_LABEL: image.plan, **({LABEL: to_label(groups)} if groups else {})}
+        await leased.put_image(Image(image.name, Descriptor(OCI_MANIFEST, image.digest, len(image.manifest)), about))
     finally:
         await namespace.delete_lease(lease)
-    return True
+    return Registered(True, groups)
 
 
-async def _snapshots(image: Composed, leased: Namespaced, snapshotter: str) -> None:
-    """Offer the layers to the snapshotter, bottom first; each is to answer that it exists already."""
-    snapshots = leased.snapshots(snapshotter)
-    chains = image.chains
-    # Where the top is there already, all below it are: a second namespace's or an earlier environment's.
-    parent = ""
-    for layer, chain in zip(image.layers, chains, strict=True):
-        labels = {key: value for key, value in layer.ref.annotations.items() if key.startswith(LABEL_PREFIX)}
-        labels[LABEL_SNAPSHOT_REF] = chain
-        key = f"extract-{secrets.token_hex(8)} {chain}"
+async def _served(
+    image: Composed, namespace: Namespaced, snapshotter: str, local: NodeLayers | None
+) -> tuple[StackedLayer, ...]:
+    """The layers, those that are not lazy converted unless containerd has them already."""
+    wanting = [(number, layer) for number, layer in enumerate(image.layers) if not layer.lazy]
+    if not wanting:
+        return image.layers
+    if local is None:
+        raise NotLazyError(wanting[0][1].ref, wanting[0][1].group)
+    local.refuse([layer for _, layer in wanting])
+    snapshots, chains, layers = namespace.snapshots(snapshotter), image.chains, list(image.layers)
+    missing: list[int] = []
+    for number, _ in wanting:
         try:
-            await snapshots.prepare(key, parent, labels)
+            await snapshots.stat(chains[number])
+        except ContainerdError as error:
+            if error.code != "NOT_FOUND":
+                raise
+            missing.append(number)
+    for number, layer in zip(missing, await local.serve([layers[number] for number in missing]), strict=True):
+        layers[number] = layer
+    return tuple(layers)
+
+
+class _Stacking:
+    """Layers to snapshots, bottom first, and what became of those that are not lazy."""
+
+    def __init__(self, leased: Namespaced, snapshotter: str, local: NodeLayers | None) -> None:
+        self._leased = leased
+        self._snapshots = leased.snapshots(snapshotter)
+        self._local = local
+        self._groups: dict[str, NotLazyGroup] = {}
+
+    def groups(self) -> tuple[NotLazyGroup, ...]:
+        """The groups that are not lazy, bottom first."""
+        return tuple(self._groups.values())
+
+    async def stack(self, layers: Sequence[StackedLayer], chains: Sequence[str]) -> None:
+        """Offer the layers to the snapshotter; each is to answer that it exists already, or is unpacked."""
+        # Where the top is there already, all below it are: a second namespace's or an earlier environment's.
+        parent = ""
+        for layer, chain in zip(layers, chains, strict=True):
+            if layer.lazy or layer.served is not None:
+                exists = await self._offer(layer, chain, parent)
+                if not exists and layer.lazy:
+                    hint = "the snapshotter's log says why; see also: weenv doctor"
+                    raise NotLazyError(layer.ref, layer.group, "is not served lazily on this node", hint)
+                if not exists:
+                    layer = replace(layer, served=None, reason="the snapshotter does not serve the converted layer")
+            if not layer.lazy:
+                await self._not_lazy(layer, chain, parent)
+            parent = chain
+
+    async def _offer(self, layer: StackedLayer, chain: str, parent: str) -> bool:
+        """True where the snapshot exists afterwards."""
+        key = temporary_key(chain)
+        try:
+            await self._snapshots.prepare(key, parent, layer.labels(chain))
         except ContainerdError as error:
             if error.code != "ALREADY_EXISTS":
                 raise
-            parent = chain
-            continue
-        await snapshots.remove(key)
-        raise NotLazyError(layer.ref, layer.group)
+            return True
+        await self._snapshots.remove(key)
+        return False
+
+    async def _not_lazy(self, layer: StackedLayer, chain: str, parent: str) -> None:
+        from weenv.environment.unpack import unpack
+
+        assert self._local is not None
+        begin = time.monotonic()
+        fresh = layer.served is None and await unpack(layer, chain, parent, self._leased, self._snapshots, self._local)
+        took = time.monotonic() - begin if fresh else self._local.converted.pop(layer.ref.digest, 0.0)
+        converted = layer.served is not None
+        if not converted and not fresh:  # somebody else made it: the snapshot says how
+            converted = TOC_ANNOTATION in (await self._snapshots.stat(chain)).labels
+        before = self._groups.get(layer.group, NotLazyGroup(layer.group))
+        local = self._local.known(layer).served if converted else None
+        self._groups[layer.group] = replace(
+            before,
+            converted=before.converted + converted,
+            unpacked=before.unpacked + (not converted),
+            size=before.size + layer.ref.size,
+            local=before.local + (local.ref.size if local is not None else 0),
+            seconds=before.seconds + took,
+            reason=before.reason or ("" if converted else layer.reason),
+        )
+
+
+def temporary_key(chain: str) -> str:
+    """The key of a snapshot that is to become the committed one of a chain, as containerd's unpacker names it."""
+    return f"extract-{secrets.token_hex(8)} {chain}"

@@ -18,6 +18,7 @@ from weenv.core.errors import FormatError, WeenvError
 from weenv.environment import recall
 from weenv.environment.model import GroupUse, Plan
 from weenv.environment.node import Node
+from weenv.environment.notlazy import LABEL, line, said, to_label
 from weenv.environment.recall import Ready
 from weenv.plugin.containerd.client import ContainerdError
 
@@ -31,10 +32,17 @@ def is_plan_file(text: str) -> bool:
 
 
 async def prepare(target: Plan | str, node: Node, *, fresh: bool = False) -> Ready:
-    """Make ``target`` startable; ``fresh``: not from memory (see weenv.environment.recall).
+    """Make ``target`` startable; ``fresh``: not from memory (see weenv.environment.recall). What is not lazy is said.
 
-    Raises PlanError, BadReference, SourceError, NotLazyError, ContainerdError.
+    Raises PlanError, BadReference, SourceError, FormatError, NotLazyError, StorageError, ContainerdError.
     """
+    ready = await _prepare(target, node, fresh)
+    if ready.notice and node.say is not None:
+        node.say(ready.notice)
+    return ready
+
+
+async def _prepare(target: Plan | str, node: Node, fresh: bool) -> Ready:
     if isinstance(target, Plan):
         return (await _composed(target, node))[0]
     if is_plan_file(target):
@@ -80,13 +88,14 @@ async def _known(name: str, node: Node) -> Ready:
                 break
         else:
             raise WeenvError(f"{name} has nothing for {wanted}")
+    label = image.labels.get(LABEL, "")
     config = await _read(node, str((document.get("config") or {}).get("digest")))
     diff_ids = (config.get("rootfs") or {}).get("diff_ids") or []
     if not diff_ids or not all(isinstance(item, str) and is_digest(item) for item in diff_ids):
         raise FormatError("its config lists no layers", member=name)
     chain = chain_id(diff_ids)
     await node.snapshots.stat(chain)
-    return Ready(name, config, chain)
+    return Ready(name, config, chain, not_lazy=label, notice=said(label))
 
 
 async def _read(node: Node, digest: str) -> dict[str, Any]:
@@ -105,6 +114,8 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None]:
     from weenv.core.errors import StorageError
     from weenv.environment.build import compose
     from weenv.environment.compose import register
+    from weenv.environment.composeconfig import compose_config
+    from weenv.environment.nodelayers import NodeLayers
     from weenv.plugin.snapshotter.config import registry_config
     from weenv.registry.client import RegistryClient
     from weenv.registry.groupref.cache import MappingCache
@@ -119,11 +130,16 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None]:
     try:
         async with RegistryClient(registry_config(node.config.tables)) as client:
             resolver = Resolver(client, cache, policy=policy)
-            image = await compose(plan, resolver=resolver, root=node.config.root)
+            local = NodeLayers(client, node.config.root, compose_config(node.config.tables), show=node.show)
+            image = await compose(plan, resolver=resolver, root=node.config.root, local=local)
             pinned = all("@" in use.ref for use in plan.groups)
             until = None if resolver.stale else 0.0 if pinned else begin + resolver.max_age
+            made = await register(image, node.namespace, snapshotter=node.run.snapshotter, local=local)
     finally:
         cache.close()
-    await register(image, node.namespace, snapshotter=node.run.snapshotter)
     runs = tuple((item.run, item.directory) for item in plan.mutations if item.run)
-    return Ready(image.name, json.loads(image.config), image.chain, plan.name, plan.resources, runs), until
+    ready = Ready(
+        image.name, json.loads(image.config), image.chain, plan.name, plan.resources, runs,
+        not_lazy=to_label(made.not_lazy), notice=line(made.not_lazy),
+    )  # fmt: skip
+    return ready, until

@@ -13,6 +13,8 @@ from weenv.core.errors import WeenvError
 from weenv.environment import lifecycle
 from weenv.environment.attended import write_err, write_out
 from weenv.environment.node import Node
+from weenv.environment.notlazy import LABEL as NOT_LAZY
+from weenv.environment.notlazy import from_label
 from weenv.environment.record import LABEL
 from weenv.plugin.containerd.runtime import Status
 
@@ -20,7 +22,8 @@ _CHUNK = 1 << 18
 
 
 async def rows(node: Node, *, everything: bool) -> list[dict[str, Any]]:
-    """Environments, the newest first: name, plan, image, status, pid, exit_status, age (seconds), command, labels."""
+    """Environments, the newest first: name, plan, image, status, pid, exit_status, age (seconds), command,
+    not_lazy (groups, see notlazy.py; empty where all is lazy), labels."""
     containers = await node.containers.find(f'labels."{LABEL}"')
     tasks = {process.container or process.id: process for process in await node.tasks.list_all()}
     found = []
@@ -40,6 +43,7 @@ async def rows(node: Node, *, everything: bool) -> list[dict[str, Any]]:
                 "exit_status": process.exit_status if process is not None and status is Status.STOPPED else None,
                 "age": max(0.0, time.time() - item.created / 1e9),
                 "command": list(spec.get("args") or ()) if isinstance(spec, dict) else [],
+                "not_lazy": [group.to_json() for group in from_label(item.labels.get(NOT_LAZY, ""))],
                 "labels": dict(item.labels),
             }
         )

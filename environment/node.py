@@ -25,6 +25,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 from weenv.environment.runconfig import DEFAULT_ROOT, NodeConfig, RunConfig, load
@@ -34,6 +35,8 @@ from weenv.plugin.containerd.runtime import Containers, Tasks
 __all__ = ["DEFAULT_ROOT", "Node", "NodeConfig", "RunConfig", "load"]
 
 T = TypeVar("T")
+Show = Callable[[str], AbstractContextManager[Callable[[int, int | None], None]]]
+"""A progress bar with a label, for the block; it is told bytes done and bytes in all, from any thread."""
 
 
 class Node:
@@ -48,6 +51,10 @@ class Node:
         self.tasks = Tasks(self.namespace)
         self.snapshots = self.namespace.snapshots(self.run.snapshotter)
         self.directory = config.directory
+        self.say: Callable[[str], None] | None = None
+        """Told, in a line, what of a target is not lazy."""
+        self.show: Show | None = None
+        """Shows the progress of what takes long before a target can be started."""
         self._threads: ThreadPoolExecutor | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 

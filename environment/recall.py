@@ -18,6 +18,7 @@ from typing import Any
 
 from weenv import __version__
 from weenv.environment.model import Amount, Resources
+from weenv.environment.notlazy import said
 
 KEEP = 1000
 """Plans remembered; the oldest go."""
@@ -32,6 +33,8 @@ class Ready:
 
     ``name`` in containerd, the image config, the chainID of the top snapshot, and what the plan says besides (``plan`` is
     its name, empty for an image; ``runs`` its commands with the directories they run in). ``recalled``: from memory.
+    ``not_lazy`` is the label (notlazy.py) of its groups that are not in the lazy format, ``notice`` the line to be said of
+    them.
     """
 
     name: str
@@ -41,6 +44,8 @@ class Ready:
     resources: Resources = field(default_factory=Resources)
     runs: tuple[tuple[tuple[str, ...], str], ...] = ()
     recalled: bool = False
+    not_lazy: str = ""
+    notice: str = ""
 
 
 def key(text: bytes, path: str, tables: dict[str, Any], namespace: str, snapshotter: str) -> str:
@@ -59,6 +64,7 @@ def recall(directory: str, name: str) -> Ready | None:
         if row["until"] and not 0 <= row["until"] - time.time() < 3600:
             return None
         cpu, memory, pids = row["resources"]
+        not_lazy = str(row.get("not_lazy", ""))
         return Ready(
             str(row["name"]),
             dict(row["config"]),
@@ -67,6 +73,8 @@ def recall(directory: str, name: str) -> Ready | None:
             Resources(Amount(*cpu), Amount(*memory), int(pids)),
             tuple((tuple(args), str(where)) for args, where in row["runs"]),
             True,
+            not_lazy,
+            said(not_lazy),
         )
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -83,6 +91,7 @@ def remember(directory: str, name: str, ready: Ready, until: float) -> None:
         "plan": ready.plan,
         "resources": [[given.cpu.start, given.cpu.ceiling], [given.memory.start, given.memory.ceiling], given.pids],
         "runs": [[list(args), where] for args, where in ready.runs],
+        "not_lazy": ready.not_lazy,
     }
     os.makedirs(directory, mode=0o700, exist_ok=True)
     from weenv.core.atomic import write_atomic

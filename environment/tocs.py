@@ -16,8 +16,8 @@ from weenv.registry.source import open_source
 
 
 def descriptor_of(layer: StackedLayer) -> LayerDescriptor:
-    """What the layer's annotations promise. Raises NotLazyError."""
-    descriptor = parse_annotations(layer.ref.annotations)
+    """What its annotations, or those of what the node converted it to, promise. Raises NotLazyError."""
+    descriptor = parse_annotations(layer.blob.annotations) if layer.lazy or layer.served is not None else None
     if descriptor is None:
         raise NotLazyError(layer.ref, layer.group)
     return descriptor
@@ -25,6 +25,8 @@ def descriptor_of(layer: StackedLayer) -> LayerDescriptor:
 
 def origin_of(descriptor: LayerDescriptor, layer: StackedLayer) -> Origin:
     """Where the blob can be had: the registry that its annotation names, or the layout its group came from."""
+    if layer.served is not None:
+        return Origin("layout", path=layer.served.path)
     if descriptor.source is not None:
         return Origin("registry", host=descriptor.source[0], repository=descriptor.source[1])
     return Origin("layout", path=layer.group.removeprefix("oci:").partition("@")[0])

@@ -45,7 +45,7 @@ class FrameReader:
 
     async def read(self, layer: StackedLayer, toc: Toc, pieces: Sequence[Piece]) -> list[bytes]:
         """The pieces' bytes, in order. Raises SourceError, FormatError."""
-        digest = layer.ref.digest
+        digest = layer.blob.digest
         wanted = sorted({number for offset, length in pieces for number in toc.frames.covering(offset, length)})
         have = {number: self._kept[digest, number] for number in wanted if (digest, number) in self._kept}
         for number in have:
@@ -87,7 +87,7 @@ class FrameReader:
         return {number: data for number, data in found.items() if after is not None and after[number]}
 
     async def _fetch(self, layer: StackedLayer, toc: Toc, first: int, end: int, have: dict[int, bytes]) -> None:
-        key = (layer.ref.digest, first, end)
+        key = (layer.blob.digest, first, end)
         contents = await self._flights.do(key, lambda: self._fetch_now(layer, toc, first, end))
         have.update(zip(range(first, end), contents, strict=True))
 

@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from weenv.core.aio import SingleFlight, gather_all
 from weenv.core.digest import chain_id
 from weenv.core.errors import FormatError, LimitError
-from weenv.environment.compose import StackedLayer
+from weenv.environment.compose import NotLazyError, StackedLayer
 from weenv.environment.model import Mutation
 from weenv.environment.mutate import mutation as kinds
 from weenv.environment.mutate.cache import MutationStore
 from weenv.environment.mutate.changes import Changes
 from weenv.environment.mutate.frames import FrameReader
 from weenv.environment.mutate.view import Inode, TreeView, text
+from weenv.environment.nodelayers import NodeLayers
 from weenv.environment.tocs import TocReader
 from weenv.layer.toc import Toc
 from weenv.layer.verify import MEDIA_TYPE
@@ -31,12 +32,18 @@ _ENTRIES = 4_000_000
 
 
 class Mutator:
-    """Makes mutation layers for one node. Belongs to one event loop. ``made`` counts the layers that were not found."""
+    """Makes mutation layers for one node. Belongs to one event loop. ``made`` counts the layers that were not found.
 
-    def __init__(self, client: RegistryClient, root: str, *, limit: int | None = None) -> None:
+    ``local`` converts what lies below and is not lazy; without it everything has to be.
+    """
+
+    def __init__(
+        self, client: RegistryClient, root: str, *, limit: int | None = None, local: NodeLayers | None = None
+    ) -> None:
         self.store = MutationStore(root) if limit is None else MutationStore(root, limit=limit)
         self.frames = FrameReader(client, root)
         self.made = 0
+        self.local = local
         self._reader = TocReader(client, root)
         self._tocs: OrderedDict[str, Toc] = OrderedDict()
         self._entries = 0
@@ -62,6 +69,14 @@ class Mutator:
         found = await asyncio.to_thread(self.store.get, key)
         if found is not None:
             return found
+        if self.local is not None and not all(layer.lazy for layer in layers):
+            layers = await self.local.serve(layers)
+            for layer in layers:
+                if not layer.lazy and layer.served is None:
+                    raise NotLazyError(
+                        layer.ref, layer.group, f"has to be converted for the plan's mutations: {layer.reason or 'it is not'}",
+                        hint='set compose.not_lazy = "convert"' if not layer.reason else "use a run mutation instead",
+                    )  # fmt: skip
         view = await self.view(layers)
         changes = Changes(view)
 
@@ -85,7 +100,7 @@ class Mutator:
 
     async def view(self, layers: Sequence[StackedLayer]) -> TreeView:
         """The merged tree of a stack; TOCs are kept in memory. Raises NotLazyError, SourceError, FormatError."""
-        names = tuple(layer.ref.digest for layer in layers)
+        names = tuple(layer.blob.digest for layer in layers)
         view = self._views.pop(names, None)
         if view is None:
             view = TreeView(await gather_all(*(self._toc(layer) for layer in layers)))
@@ -96,7 +111,7 @@ class Mutator:
         return view
 
     async def _toc(self, layer: StackedLayer) -> Toc:
-        digest = layer.ref.digest
+        digest = layer.blob.digest
         toc = self._tocs.get(digest)
         if toc is None:
             toc = await self._reading.do(digest, lambda: self._reader.read(layer))

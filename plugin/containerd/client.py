@@ -6,6 +6,8 @@ One :class:`Client` is one gRPC channel; ``client.namespace("k8s.io")`` gives a 
 
 from __future__ import annotations
 
+import asyncio
+import io
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +35,7 @@ _WRITE_CHUNK = 1 << 20
 
 _IMAGES = "containerd.services.images.v1.Images"
 _CONTENT = "containerd.services.content.v1.Content"
+_DIFF = "containerd.services.diff.v1.Diff"
 _LEASES = "containerd.services.leases.v1.Leases"
 _NAMESPACES = "containerd.services.namespaces.v1.Namespaces"
 _INTROSPECTION = "containerd.services.introspection.v1.Introspection"
@@ -231,14 +234,24 @@ class Namespaced:
 
     async def write_content(self, ref: str, data: bytes, digest: str, *, labels: Mapping[str, str] | None = None) -> None:
         """Store a blob; one that is there already gets ``labels`` merged into its own."""
+        await self._write(ref, io.BytesIO(data), len(data), digest, labels)
 
+    async def write_content_file(
+        self, ref: str, path: str, size: int, digest: str, *, labels: Mapping[str, str] | None = None
+    ) -> None:
+        """The same with the ``size`` bytes of a file. Raises OSError, too."""
+        with open(path, "rb", buffering=0) as file:  # noqa: ASYNC230 - read in threads
+            await self._write(ref, file, size, digest, labels)
+
+    async def _write(self, ref: str, source: Any, size: int, digest: str, labels: Mapping[str, str] | None) -> None:
         async def parts() -> AsyncIterator[Any]:
             write = SCHEMA["WriteContentRequest"]
-            for offset in range(0, len(data) - _WRITE_CHUNK, _WRITE_CHUNK):
-                piece = data[offset : offset + _WRITE_CHUNK]
-                yield write(action=1, ref=ref, total=len(data), expected=digest, offset=offset, data=piece)
-            last = max(0, (len(data) - 1) // _WRITE_CHUNK) * _WRITE_CHUNK
-            yield write(action=2, ref=ref, total=len(data), expected=digest, offset=last, data=data[last:], labels=labels or {})
+            last = max(0, (size - 1) // _WRITE_CHUNK) * _WRITE_CHUNK
+            for offset in range(0, last, _WRITE_CHUNK):
+                piece = await asyncio.to_thread(source.read, _WRITE_CHUNK)
+                yield write(action=1, ref=ref, total=size, expected=digest, offset=offset, data=piece)
+            piece = source.read(_WRITE_CHUNK)
+            yield write(action=2, ref=ref, total=size, expected=digest, offset=last, data=piece, labels=labels or {})
 
         try:
             await self.client.converse(f"/{_CONTENT}/Write", parts(), "WriteContentResponse", headers=self.headers)
@@ -247,6 +260,11 @@ class Namespaced:
                 raise
             if labels:
                 await self.label_content(digest, labels)
+
+    async def apply(self, layer: Descriptor, mounts: Sequence[Mount]) -> str:
+        """Have containerd unpack a layer of its content store into a mounted snapshot; the diffID of what it unpacked."""
+        request = SCHEMA["ApplyRequest"](diff=layer.to_proto(), mounts=[mount.to_proto() for mount in mounts])
+        return str((await self.call(f"/{_DIFF}/Apply", request, "ApplyResponse")).applied.digest)
 
     async def label_content(self, digest: str, labels: Mapping[str, str]) -> ContentInfo:
         """Set the given labels of a blob; its others stay."""

@@ -140,6 +140,12 @@ _CONTENT: dict[str, FieldTable] = {
     "AbortRequest": {"ref": (1, "string")},
 }
 
+# api/services/diff/v1/diff.proto
+_DIFF: dict[str, FieldTable] = {
+    "ApplyRequest": {"diff": (1, "Descriptor"), "mounts": (2, "repeated Mount")},
+    "ApplyResponse": {"applied": (1, "Descriptor")},
+}
+
 # api/services/leases/v1/leases.proto
 _LEASES: dict[str, FieldTable] = {
     "Lease": {"id": (1, "string"), "created_at": (2, _TIMESTAMP), "labels": (3, _LABELS)},
@@ -302,6 +308,6 @@ _RUNC: dict[str, FieldTable] = {
 }
 
 TABLES: dict[str, FieldTable] = {
-    **_TYPES, **_SNAPSHOTS, **_IMAGES, **_CONTENT, **_LEASES, **_SMALL, **_RUNTIME, **_EVENTS, **_RUNC,
+    **_TYPES, **_SNAPSHOTS, **_IMAGES, **_CONTENT, **_DIFF, **_LEASES, **_SMALL, **_RUNTIME, **_EVENTS, **_RUNC,
 }  # fmt: skip
 """All messages."""

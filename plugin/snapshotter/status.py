@@ -5,6 +5,7 @@ Nothing here writes, and a metastore that is being written by the daemon is read
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from weenv.plugin.containerd.types import Kind
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import META
 from weenv.plugin.snapshotter.cache.present import progress
-from weenv.plugin.snapshotter.layerdir import LayerDirs
+from weenv.plugin.snapshotter.layerdir import CONVERTED, LayerDirs
 from weenv.plugin.snapshotter.metastore import Layer, Metastore
 
 
@@ -39,6 +40,8 @@ class LayerStatus:
     users: int
     """Containers (active snapshots and views) that have it somewhere below them."""
     origins: tuple[str, ...] = ()
+    converted: bool = False
+    """Converted on this node: its image is not in the lazy format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,9 @@ class NodeStatus:
     committed_ordinary: int = 0
     ordinary_bytes: int = 0
     """What the ordinary committed snapshots take."""
+    converted_blobs: int = 0
+    """Layers that this node converted and keeps, in use or not."""
+    converted_bytes: int = 0
     problems: tuple[str, ...] = field(default=())
 
 
@@ -112,6 +118,7 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
         if mode == "unmounted":
             problems.append(f"layer {layer.digest} is not mounted")
         layers.append(_layer(dirs, layer, mode, point, per_layer.get(layer.id, 0), users.get(layer.id, 0)))
+    kept = _converted(root)
     return NodeStatus(
         root,
         running,
@@ -122,8 +129,20 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
         lazy,
         counts[Kind.COMMITTED] - lazy,
         ordinary_bytes,
+        len(kept),
+        sum(kept),
         tuple(problems),
     )
+
+
+def _converted(root: str) -> list[int]:
+    """Sizes of the blobs of <root>/converted."""
+    sizes = []
+    with contextlib.suppress(FileNotFoundError), os.scandir(os.path.join(root, CONVERTED, "blobs", "sha256")) as entries:
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(entry.stat().st_size)
+    return sizes
 
 
 def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int, users: int) -> LayerStatus:
@@ -141,4 +160,5 @@ def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int,
             disk += os.stat(f"{directory}/{name}").st_blocks * 512
         except OSError:
             continue
-    return LayerStatus(layer.digest, mode, point, size, stream, local, disk, snapshots, users, origins)
+    here = f"layout:{os.path.join(os.path.dirname(dirs.root), CONVERTED)}" in origins
+    return LayerStatus(layer.digest, mode, point, size, stream, local, disk, snapshots, users, origins, here)

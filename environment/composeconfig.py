@@ -1,0 +1,36 @@
+"""The ``[compose]`` table: what becomes of groups that are not in the lazy format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from weenv.core import settings
+from weenv.core.errors import ConfigError
+
+CONVERT, UNPACK, REFUSE = "convert", "unpack", "refuse"
+
+
+@dataclass(frozen=True, slots=True)
+class ComposeConfig:
+    """The ``[compose]`` table. Sizes are in bytes."""
+
+    not_lazy: str = CONVERT
+    """A layer that is not in the lazy format: ``convert`` it on the node, once (what cannot be converted is unpacked);
+    have containerd ``unpack`` it; or ``refuse`` the plan."""
+    converted_limit: int = 32 << 30
+    """Converted layers kept; what no image of the node uses goes first, the least recently used before others."""
+    max_layer: int = 64 << 30
+    """A layer whose tar stream is larger than this is neither converted nor unpacked: it may be a bomb."""
+
+    def __post_init__(self) -> None:
+        if self.not_lazy not in (CONVERT, UNPACK, REFUSE):
+            raise ConfigError(f"compose.not_lazy must be convert, unpack or refuse, not {self.not_lazy!r}")
+        for name in ("converted_limit", "max_layer"):
+            if not 0 < getattr(self, name) <= 1 << 40:
+                raise ConfigError(f"compose.{name} must be between 1 and {1 << 40}, not {getattr(self, name)}")
+
+
+def compose_config(tables: dict[str, Any]) -> ComposeConfig:
+    """From a configuration file's tables. Raises ConfigError."""
+    return settings.build(ComposeConfig, tables.get("compose", {}), "compose")

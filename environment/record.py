@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from weenv.environment import owner, waiter
+from weenv.environment import notlazy, owner, waiter
 from weenv.environment.processes import accounts_swap, unified_only
 from weenv.environment.recall import Ready
 from weenv.environment.runconfig import NodeConfig
@@ -45,6 +45,8 @@ def labels_of(ready: Ready, *, remove_at_end: bool, owned: bool) -> dict[str, st
     made = {LABEL: ready.plan or ready.name}
     if ready.plan:
         made[LABEL_CEILING] = f"{ready.resources.cpu.ceiling:g},{int(ready.resources.memory.ceiling)}"
+    if ready.not_lazy:
+        made[notlazy.LABEL] = ready.not_lazy
     if remove_at_end:
         made[LABEL_RM] = owner.mark() if owned else "-"
     return made

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
-import json
 import mmap
 import os
 import random
@@ -24,25 +22,16 @@ import pytest
 
 from weenv.core.errors import ConfigError, MountError
 from weenv.plugin.snapshotter.blobfs import daemon, holder
-from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, from_table
 from weenv.plugin.snapshotter.cache.present import is_complete, progress
 from weenv.plugin.snapshotter.layerdir import LayerDirs, Origin
 from weenv.plugin.snapshotter.mounts import MNT_DETACH, mount, unmount
-from weenv_testkit.synthetic import SyntheticLayer, make_layer, payload
+from weenv_testkit.blobfsproc import Blobfs, completes, drop_caches, read, read_until_complete, running
+from weenv_testkit.synthetic import make_layer, payload
 
 pytestmark = pytest.mark.root
 
 SMALL = make_layer([(f"f{number:03}", payload(3000 + 40 * number, number)) for number in range(200)], target=64 << 10)
 LARGE = make_layer([("big", payload(96 << 20, 7))], target=256 << 10)
-
-CODE = """
-import asyncio, json, logging, sys
-from weenv.core import log
-from weenv.plugin.snapshotter.blobfs import config, daemon
-log.configure("info")
-asyncio.run(daemon.serve(config.from_table(json.loads(sys.argv[1])), ready=lambda: print("ready", flush=True)))
-"""
-
 
 READER = """
 import os, signal, sys
@@ -53,126 +42,12 @@ os.pread(file, 4096, 0)
 """
 
 
-class Blobfs:
-    """A blobfs of its own: its directory, and the server's process, which may be killed and started again."""
-
-    def __init__(self, path: str, **settings: Any) -> None:
-        self.path = path
-        self.table = {
-            "root": path, "mountpoint": f"{path}/mnt", "holder_socket": f"{path}/holder.sock",
-            "status_socket": f"{path}/status.sock", "fill": {"enabled": False}, **settings,
-        }  # fmt: skip
-        self.config: BlobfsConfig = from_table(self.table)
-        self.process: subprocess.Popen[str] | None = None
-
-    def add(self, layer: SyntheticLayer, blob: bytes | None = None) -> str:
-        """Make a layer known; returns where its stream appears."""
-        origin = f"{self.path}/{layer.name}.blob"
-        Path(origin).write_bytes(layer.blob if blob is None else blob)
-        layer.install(self.path, Origin("file", path=origin))
-        return f"{self.config.mountpoint}/{layer.name}"
-
-    def start(self, stderr: int = 0) -> None:
-        """Start a server and wait until it answers. ``stderr`` is a descriptor that its log goes to, instead of a file."""
-        with open(f"{self.path}/log", "ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", CODE, json.dumps(self.table)], stdout=subprocess.PIPE, stderr=stderr or log, text=True
-            )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "ready\n", self.log()
-
-    def end(self, number: int = signal.SIGTERM) -> int:
-        """Send the server a signal and wait until it is gone."""
-        assert self.process is not None
-        self.process.send_signal(number)
-        code = self.process.wait(20)
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-        self.process = None
-        return code
-
-    def log(self) -> str:
-        """What the servers have logged."""
-        return Path(f"{self.path}/log").read_text()
-
-    def status(self) -> dict[str, Any]:
-        """What ``weenv status`` reads."""
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(self.config.status_socket)
-            data = b""
-            while part := client.recv(1 << 16):
-                data += part
-        return dict(json.loads(data))
-
-    def holder_pid(self) -> int:
-        """The holder's process."""
-        answer = holder.ask(self.config.holder_socket, {"op": "status"})
-        assert answer is not None
-        return int(answer["pid"])
-
-    def directory(self, layer: SyntheticLayer) -> str:
-        """The layer's directory."""
-        return LayerDirs(self.path).path(layer.digest)
-
-
-@contextlib.contextmanager
-def running(path: str, **settings: Any) -> Iterator[Blobfs]:
-    blobfs = Blobfs(path, **settings)
-    blobfs.start()
-    try:
-        yield blobfs
-    finally:
-        daemon.stop(blobfs.config, force=True)
-        if blobfs.process is not None:
-            assert blobfs.process.wait(20) == 0, blobfs.log()
-            assert blobfs.process.stdout is not None
-            blobfs.process.stdout.close()
-    assert not os.path.ismount(blobfs.config.mountpoint)
-    deadline = time.monotonic() + 5
-    while os.path.exists(blobfs.config.holder_socket) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not os.path.exists(blobfs.config.holder_socket)
-
-
 @pytest.fixture
 def blobfs(home: str, request: pytest.FixtureRequest) -> Iterator[Blobfs]:
     path = f"{home}/{abs(hash(request.node.name)) % 10**8}"
     os.mkdir(path)
     with running(path) as made:
         yield made
-
-
-def completes(layer_dir: str) -> bool:
-    """True once every frame is stored: readers are answered before the disk has it."""
-    deadline = time.monotonic() + 10
-    while not is_complete(layer_dir) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return is_complete(layer_dir)
-
-
-def read_until_complete(path: str, content: bytes, layer_dir: str) -> None:
-    """Read a file again and again, from the server, until every frame is stored.
-
-    drop_caches leaves pages that sit in a CPU's own list, and the server is not asked for those.
-    """
-    for _ in range(20):
-        drop_caches()
-        assert read(path) == content
-        time.sleep(0.1)
-        if is_complete(layer_dir):
-            return
-    assert is_complete(layer_dir)
-
-
-def drop_caches() -> None:
-    """Make the kernel ask again: FUSE's own pages are dropped with everybody else's."""
-    os.sync()
-    Path("/proc/sys/vm/drop_caches").write_text("1")
-
-
-def read(path: str) -> bytes:
-    with open(path, "rb", buffering=0) as file:
-        return b"".join(iter(lambda: file.read(1 << 20), b""))
 
 
 def test_a_stream_is_read_whole_in_pieces_and_at_random(blobfs: Blobfs) -> None:
@@ -414,19 +289,6 @@ def test_an_origin_that_becomes_known_later_repairs_what_the_first_holds_wrongly
     Path(good).write_bytes(SMALL.blob)
     LayerDirs(blobfs.path).add_origins(SMALL.digest, [Origin("file", path=good)])
     time.sleep(1.1)  # a frame that failed is refused for a second
-    assert read(path) == SMALL.stream
-
-
-def test_a_broken_layer_directory_is_an_error_of_that_layer_alone(blobfs: Blobfs) -> None:
-    path = blobfs.add(SMALL)
-    toc = Path(f"{blobfs.directory(SMALL)}/toc")
-    good = toc.read_bytes()
-    toc.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-    with pytest.raises(OSError) as caught:
-        os.stat(path)
-    assert caught.value.errno == errno.EIO
-    assert read(blobfs.add(LARGE))[:100] == LARGE.stream[:100]
-    toc.write_bytes(good)
     assert read(path) == SMALL.stream
 
 

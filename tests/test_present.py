@@ -310,7 +310,9 @@ def test_a_store_that_cannot_be_opened_says_why(tmp_path: Path) -> None:
 def test_a_store_whose_length_was_cut_gets_it_back(tmp_path: Path) -> None:
     store = DataStore.open(str(tmp_path / "data"), 10_000)
     store.write(0, b"x" * 10_000)
+    assert not store.short()
     os.truncate(tmp_path / "data", 100)
+    assert store.short()
     store.mend()
     assert (tmp_path / "data").read_bytes() == b"x" * 100 + bytes(9_900)
     store.close()

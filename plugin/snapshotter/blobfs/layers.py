@@ -19,7 +19,7 @@ from weenv.core import digest as digests
 from weenv.core.errors import FormatError, StorageError, VerificationError, WeenvError
 from weenv.layer.tail import FrameIndex
 from weenv.plugin.snapshotter.blobfs import wire
-from weenv.plugin.snapshotter.cache.present import BAD, Presence
+from weenv.plugin.snapshotter.cache.present import BAD, Presence, lost_frames
 from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, spool
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer
@@ -92,9 +92,11 @@ class Layer(FetchLayer):
         return bool(self.flights) or self.presence.volatile > 0
 
     def take_back(self, frames: Sequence[int] | range, error: object) -> None:
-        """``data`` cannot be read where ``frames`` are, or is too short: they are missing now. In any thread."""
-        self.store.mend()
+        """``data`` cannot be read where ``frames`` are, or is too short: what it lacks is missing now. In any thread."""
         count = self.presence.lose(frames)
+        if self.store.short():  # all that was cut off, before the file has its length again and reads as zeros there
+            count += self.presence.lose(lost_frames(self.store.fd, self.frames.content_sizes, self.presence.states))
+            self.store.mend()
         self.went_wrong("damage", error)
         now = time.monotonic()
         if now - self.healed_at > _QUIET:
@@ -111,6 +113,8 @@ class Layer(FetchLayer):
 
     def sync(self) -> int:
         """Make what was fetched survive a power cut; returns how many frames became durable. Blocks on the disk."""
+        if self.store.short():
+            self.take_back((), "data has been cut")
         if not self.presence.persistent:
             self.presence.persist()
         frames = self.presence.volatile_frames()

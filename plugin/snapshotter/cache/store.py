@@ -59,10 +59,14 @@ class DataStore:
             self.fd = fd
         self._writable = True
 
+    def short(self) -> bool:
+        """True where something has cut the file."""
+        return self.fd >= 0 and os.fstat(self.fd).st_size < self._size
+
     def mend(self) -> None:
         """Give the file its length again, where something has cut it. Never raises: a write will say what is wrong."""
         with contextlib.suppress(OSError):
-            if self._writable and os.fstat(self.fd).st_size < self._size:
+            if self._writable and self.short():
                 os.ftruncate(self.fd, self._size)
 
     def write(self, offset: int, content: bytes | memoryview) -> None:

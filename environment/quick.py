@@ -133,12 +133,21 @@ def run(argv: Sequence[str]) -> int | None:
         if error.code in (ALREADY_EXISTS, BROKEN):
             return None  # said, or tried again, by the ordinary way
         raise
+    if ready.notice:
+        _say(ready.notice)
     try:
         return one.live(ready.chain)
     finally:
         one.remove()
         if one.leftovers:
             one.sweep()
+
+
+def _say(line: str) -> None:
+    """What of the plan is not lazy."""
+    from weenv.core.log import printable
+
+    os.write(2, f"weenv: {printable(line)}\n".encode("utf-8", "replace"))
 
 
 def _json(value: Any) -> bytes:

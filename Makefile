@@ -29,7 +29,7 @@ demo: setup
 	$(KIT) -m weenv_testkit.demo $(DEMO_ARGS)
 
 bench: setup
-	$(KIT) benchmarks/run.py $(BENCH_ARGS)
+	$(KIT) -m benchmarks $(BENCH_ARGS)
 
 soak: setup
 	$(KIT) -m weenv_testkit.prefetch

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import pytest
 
@@ -28,13 +29,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def made() -> Tasks:
-    return kit.load()
+    return kit.load(kit.FEW)
 
 
 @pytest.fixture(scope="module")
-def groups(made: Tasks, store: Store, registry: Registry) -> dict[str, str]:
-    os.makedirs(store.directory, exist_ok=True)
-    return kit.publish(made, store, registry)
+def groups(made: Tasks, registry: Registry) -> dict[str, str]:
+    return kit.publish(made, registry)
 
 
 @pytest.fixture(scope="module")
@@ -71,14 +71,25 @@ def start(node: Node, *plans: Plan) -> list[Composed]:
     return asyncio.run(go())
 
 
-def test_there_are_enough_of_them_and_all_are_small(made: Tasks) -> None:
-    assert len(made.tasks) >= 200
+def check(made: Tasks) -> None:
     assert len({task.repo for task in made.tasks}) == 3
     assert len({task.patch for task in made.tasks}) == len(made.tasks)
     assert {"evaluator", "harness-pip", "harness-npm"} <= set(made.groups) or shutil.which("npm") is None
     for task in made.tasks:
         changed = [line for line in task.patch.splitlines() if line[:1] in "+-" and line[:3] not in ("+++", "---")]
         assert 0 < len(changed) <= 14 and task.fail
+
+
+def test_all_are_small_and_have_a_test_that_fails(made: Tasks) -> None:
+    check(made)
+
+
+@pytest.mark.soak
+def test_there_are_enough_of_them_and_the_first_are_the_same() -> None:
+    everything = kit.load()
+    assert len(everything.tasks) >= 200
+    check(everything)
+    assert kit.make_tasks("tinydb", 3) == [asdict(task) | {"fail": list(task.fail)} for task in kit.load({"tinydb": 3}).tasks]
 
 
 @pytest.mark.parametrize("repo", sorted(kit.REPOSITORIES))

@@ -15,16 +15,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
 
 from weenv.layer.toc import Toc
-from weenv_bench import daemons, docs, local, parts, prepare, reads, report, series
+from weenv_bench import daemons, docs, local, parts, prepare, reads, report, series, taskparts
 from weenv_bench.image import BenchError, Image, Recipe, build, recipe, say
 from weenv_bench.link import Link
 from weenv_bench.node import FarRegistry, Node
 from weenv_bench.report import Row, at_least, at_most
+from weenv_bench.taskset import Stage
 from weenv_testkit import tools
 from weenv_testkit.procs import Failed
 
@@ -38,14 +40,26 @@ class Bench:
     def __init__(self, quick: bool, rounds: int) -> None:
         self.quick = quick
         self.rounds = rounds
-        self.image: Image = build(quick)
         self.recipe: Recipe = recipe(quick)
-        self.facts: dict[str, Any] = {
-            "image": {"name": self.image.name, "files": self.image.files, "unpacked": self.image.unpacked, **self.image.sizes}
-        }
+        self.facts: dict[str, Any] = {}
         self._link: Link | None = None
         self._registry: FarRegistry | None = None
         self._tocs: list[Toc] = []
+        self._stage: Stage | None = None
+
+    @cached_property
+    def image(self) -> Image:
+        """The image. Raises BenchError."""
+        made = build(self.quick)
+        self.facts["image"] = {"name": made.name, "files": made.files, "unpacked": made.unpacked, **made.sizes}
+        return made
+
+    @property
+    def stage(self) -> Stage:
+        """The groups of the tasks, and a node."""
+        if self._stage is None:
+            self._stage = Stage(self.quick)
+        return self._stage
 
     @property
     def converted(self) -> str:
@@ -105,6 +119,8 @@ class Bench:
 
     def close(self) -> None:
         """Take everything down."""
+        if self._stage is not None:
+            self._stage.close()
         if self._registry is not None:
             self._registry.close()
         if self._link is not None:
@@ -279,6 +295,11 @@ def part_memory(bench: Bench) -> list[Row]:
 PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "series": part_series, "bytes": part_bytes, "eight": part_eight, "local": part_local, "prepare": part_prepare,
     "memory": part_memory, "erofs": part_erofs, "convert": part_convert, "convert-memory": part_convert_memory,
+    "strategies": lambda bench: taskparts.strategies(bench.stage),
+    "compose": lambda bench: taskparts.compose(bench.stage),
+    "mutation": lambda bench: taskparts.mutation(bench.image, bench.converted, bench.tocs),
+    "run": lambda bench: taskparts.run(bench.stage, bench.quick),
+    "resolve": lambda bench: taskparts.resolve(bench.quick),
 }  # fmt: skip
 
 
@@ -323,11 +344,7 @@ def _measure(options: argparse.Namespace, path: str) -> int:
     failed = []
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: a shell's background job inherits it ignored
         signal.signal(number, _interrupted)
-    try:
-        bench = Bench(options.quick, options.rounds)
-    except BenchError as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 1
+    bench = Bench(options.quick, options.rounds)
     try:
         for name in options.only or PARTS:
             bench.facts.setdefault("busy", {})[name] = report.busy()
@@ -345,7 +362,9 @@ def _measure(options: argparse.Namespace, path: str) -> int:
         return 130
     finally:
         bench.close()
-    report.print_table(rows, Console(width=None if sys.stdout.isatty() else 130))
+    console = Console(width=None if sys.stdout.isatty() else 130)
+    report.print_table(rows, console)
+    taskparts.show(rows, console)
     print(f"all numbers: {path}")
     for name in failed:
         print(f"bench: {name} could not be measured (see above)", file=sys.stderr)

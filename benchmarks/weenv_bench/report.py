@@ -8,7 +8,7 @@ import os
 import platform
 import subprocess
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,11 +29,34 @@ class Row:
 
 
 def at_most(
-    part: str, what: str, value: float, limit: float, unit: str = "", detail: dict[str, Any] | None = None, slack: float = 0
+    part: str,
+    what: str,
+    value: float,
+    limit: float,
+    unit: str = "",
+    detail: dict[str, Any] | None = None,
+    slack: float = 0,
+    spread: Sequence[float] = (),
 ) -> Row:
-    """A row whose value must not exceed ``limit`` (plus ``slack``, the noise of the measurement, shown where it is given)."""
+    """A row whose value must not exceed ``limit`` (plus ``slack``, the noise of the measurement, shown where it is given).
+
+    ``spread``: the single measurements that the value comes from; the middle four fifths of them are shown.
+    """
     noise = f" ±{slack:.2f}" if slack else ""
+    if spread:
+        noise += f" ({number(quantile(spread, 0.1))}–{number(quantile(spread, 0.9))})"
     return Row(part, what, f"≤ {limit:g}{unit}", number(value) + unit + noise, value <= limit + slack, detail or {})
+
+
+def known(part: str, what: str, value: str, detail: dict[str, Any] | None = None) -> Row:
+    """A figure without a limit, for comparison."""
+    return Row(part, what, "", value, True, detail or {})
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The value below which a share of the values lie (the nearest one that was measured)."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, round(share * (len(ordered) - 1)))]
 
 
 def at_least(part: str, what: str, value: float, limit: float, unit: str = "", detail: dict[str, Any] | None = None) -> Row:
@@ -62,8 +85,14 @@ def print_table(rows: Iterable[Row], console: Console) -> None:
     for name in ("what", "target", "measured", ""):
         table.add_column(name, justify="right" if name in ("target", "measured") else "left", overflow="fold")
     for row in rows:
-        table.add_row(row.what, row.target, row.measured, "[green]ok[/]" if row.ok else "[red]missed[/]")
+        table.add_row(row.what, row.target, row.measured, _verdict(row))
     console.print(table)
+
+
+def _verdict(row: Row) -> str:
+    if not row.target:
+        return ""
+    return "[green]ok[/]" if row.ok else "[red]missed[/]"
 
 
 def _merged(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:

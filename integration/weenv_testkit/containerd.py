@@ -109,7 +109,7 @@ class Containerd:
         with open(path, "w") as file:
             file.write(self.config())
         argv = [os.path.join(self.bin, "containerd"), "--config", path]
-        self._process = Process(f"containerd {self.line}", argv, self.log, self._environment())
+        self._process = Process(f"containerd {self.line}", argv, self.log, self.environment())
         self._process.wait_ready(lambda: connects(self.socket) and self._serves(), 30)
 
     def _serves(self) -> bool:
@@ -171,7 +171,8 @@ class Containerd:
 
     # -- configuration ----------------------------------------------------------------------------------------------
 
-    def _environment(self) -> dict[str, str]:
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the daemon and of ctr."""
         # containerd looks for its shim and for runc in PATH.
         runc = os.path.dirname(tools.runc())
         return {"PATH": f"{self.bin}:{runc}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": self.home, "TMPDIR": self.home}
@@ -224,8 +225,10 @@ class Containerd:
 
     def ctr(self, *arguments: str, namespace: str = "default", check: bool = True, timeout: float = 180) -> str:
         """Run ctr of the same line; its standard output. Raises Failed with its standard error."""
-        argv = [os.path.join(self.bin, "ctr"), "--address", self.socket, "--namespace", namespace, *arguments]
-        return run(*argv, check=check, timeout=timeout, env=self._environment())
+        return run(*self._ctr_argv(namespace, *arguments), check=check, timeout=timeout, env=self.environment())
+
+    def _ctr_argv(self, namespace: str, *arguments: str) -> list[str]:
+        return [os.path.join(self.bin, "ctr"), "--address", self.socket, "--namespace", namespace, *arguments]
 
     def namespaces(self) -> list[str]:
         """All namespaces."""
@@ -276,11 +279,23 @@ class Containerd:
         check: bool,
         timeout: float,
     ) -> str:
+        argv = self.run_argv(image, name, command, snapshotter=snapshotter, namespace=namespace, flags=flags)
+        return run(*argv, check=check, timeout=timeout, env=self.environment())
+
+    def run_argv(
+        self,
+        image: str,
+        name: str,
+        command: Sequence[str],
+        *,
+        snapshotter: str,
+        namespace: str = "default",
+        flags: Sequence[str] = ("--rm",),
+    ) -> list[str]:
+        """The argv of ``ctr run``, for who measures it; to be run with :meth:`environment`."""
         runtime = ["--runc-binary", tools.runc(), "--runc-root", os.path.join(self.runc_root, "ctr")]
-        return self.ctr(
-            "run", *runtime, "--cgroup", f"/{self.cgroup}/{name}", "--snapshotter", snapshotter, *flags, image, name, *command,
-            namespace=namespace, check=check, timeout=timeout,
-        )  # fmt: skip
+        where = ["--cgroup", f"/{self.cgroup}/{name}", "--snapshotter", snapshotter]
+        return self._ctr_argv(namespace, "run", *runtime, *where, *flags, image, name, *command)
 
     def exec(self, container: str, *command: str, namespace: str = "default", check: bool = True) -> str:
         """``ctr tasks exec`` in a running container; its output."""

@@ -18,7 +18,7 @@ STEPS: dict[str, Callable[[], object]] = {
     "Debian packages": corpus.debian,
     "PyPI archives": corpus.pypi,
     "npm archives": corpus.npm,
-    "tasks in SWE-smith's shape": tasks.load,
+    "tasks in SWE-smith's shape": lambda: tasks.load(tasks.FEW),
 }
 
 

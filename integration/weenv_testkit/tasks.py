@@ -6,7 +6,10 @@ few lines by swesmith's own generators that makes one of the repository's tests 
 
     ${WEENV_TOOLS:-/var/cache/weenv-tools}/tasks-<version>/
         repo-<name>.tar, harness-<name>.tar, evaluator.tar     layers: deterministic, root's, one time stamp
-        tasks.json                                             [{"id", "repo", "patch", "file", "strategy", "fail"}]
+        <repository>.json      [{"id", "repo", "patch", "file", "strategy", "fail"}], as many as were ever asked for
+        generator/             a virtual environment with swesmith, made when the first task is
+
+Making all of them takes minutes, a few of them seconds: :data:`FEW` are enough to see that everything works.
 """
 
 from __future__ import annotations
@@ -16,8 +19,11 @@ import os
 import shutil
 import sys
 import tarfile
+import tempfile
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from weenv.environment.mutate.gitformat import read_index, write_index
 from weenv_testkit import images, tools
@@ -25,9 +31,9 @@ from weenv_testkit.fetch_tools import TOOLS
 from weenv_testkit.images import MTIME
 from weenv_testkit.procs import run
 from weenv_testkit.registry import Registry
-from weenv_testkit.store import PACKAGES, Store
+from weenv_testkit.store import PACKAGES
 
-VERSION = 1
+VERSION = 2
 """Changes with anything below that changes the tasks."""
 SEED = 24
 """swesmith's own default."""
@@ -46,6 +52,9 @@ GENERATOR = (
     "tree-sitter-ruby", "tree-sitter-rust", "tree-sitter-typescript",
 )  # fmt: skip
 """swesmith without its extras, which bring docker and model clients: the procedural generators need these."""
+ALL = {name: count for name, (_, _, count, _) in REPOSITORIES.items()}
+FEW = dict.fromkeys(REPOSITORIES, 4)
+"""Tasks of each repository, for tests that need some."""
 EVALUATOR = ("pytest==9.0.1",)
 HARNESSES = {"pip": "mini-swe-agent==1.14.0", "npm": "@anthropic-ai/claude-code@1.0.128"}
 
@@ -94,43 +103,89 @@ class Tasks:
         return {path.stem: str(path) for path in sorted(self.directory.glob("*.tar"))}
 
 
-def load() -> Tasks:
-    """The tasks of this machine, made now where they are not there yet (minutes)."""
+def load(counts: Mapping[str, int] = ALL) -> Tasks:
+    """So many tasks of each repository, made now where they are not there yet; the first ones are the same for any number."""
     final = TOOLS / f"tasks-{VERSION}"
-    if not (final / "tasks.json").exists():
+    if not final.exists():
         work = TOOLS / f".new-tasks-{os.getpid()}"
         shutil.rmtree(work, ignore_errors=True)
         work.mkdir(parents=True)
         try:
-            _make(work)
-            shutil.rmtree(final, ignore_errors=True)
+            _make_groups(work)
             os.rename(work / "out", final)
         finally:
             shutil.rmtree(work, ignore_errors=True)
-    rows = json.loads((final / "tasks.json").read_text())
+    rows: list[dict[str, Any]] = []
+    for name, count in counts.items():
+        path = final / f"{name}.json"
+        found = json.loads(path.read_text()) if path.exists() else []
+        if len(found) < count:
+            found = make_tasks(name, count)
+            path.with_suffix(".tmp").write_text(json.dumps(found, indent=1))
+            os.rename(path.with_suffix(".tmp"), path)
+        rows += found[:count]
     return Tasks(final, tuple(Task(**{**row, "fail": tuple(row["fail"])}) for row in rows))
 
 
-def publish(tasks: Tasks, store: Store, registry: Registry) -> dict[str, str]:
-    """Convert all groups into the registry; name -> reference. ``base`` is a Debian with Python."""
-    tars = {"base": images.debian_tar(PACKAGES), **tasks.groups}
-    found = {}
-    for name, tar in tars.items():
-        store.layout.image([store.layout.layer(tar, "none")], f"tasks-{name}", **_config(name))
-        target = f"{registry.host}/tasks/{name}:1"
-        run(*tools.weenv(), "convert", f"oci:{store.layout.directory}:tasks-{name}", target, timeout=600, env=dict(os.environ))
-        found[name] = target
-    return found
+VERSIONS = {
+    "base": "12",
+    "evaluator": EVALUATOR[0].rpartition("=")[2],
+    **{f"repo-{name}": row[0].rpartition("=")[2] for name, row in REPOSITORIES.items()},
+    "harness-pip": HARNESSES["pip"].rpartition("=")[2],
+    "harness-npm": HARNESSES["npm"].rpartition("@")[2],
+}
 
 
-def _config(name: str) -> dict[str, object]:
+def publish(tasks: Tasks, registry: Registry, names: Iterable[str] = ()) -> dict[str, str]:
+    """Build groups (all of them, or these) in the registry; name -> reference. ``base`` is a Debian with Python."""
+    wanted = list(names) or ["base", *tasks.groups]
+    return {name: publish_one(registry, name, base() if name == "base" else tasks.groups[name]) for name in wanted}
+
+
+def base() -> str:
+    """The lowest group's tar."""
+    return images.debian_tar(PACKAGES)
+
+
+def publish_one(registry: Registry, name: str, tar: str, version: str = "") -> str:
+    """``weenv group build`` of one group from its tar, under the tag ``1``; its reference."""
+    target = f"{registry.host}/tasks/{name}:1"
+    run(*build_argv(target, name, tar, version), timeout=600, env=dict(os.environ))
+    return target
+
+
+def build_argv(target: str, name: str, tar: str, version: str = "") -> list[str]:
+    """The command that publishes a group."""
+    kind = {"repo": "repository"}.get(name.partition("-")[0], name.partition("-")[0])
+    about = ["--kind", kind, "--version", version or VERSIONS[name]]
+    return [*tools.weenv(), "group", "build", target, "--from", tar, *about, *_settings(name)]
+
+
+def _settings(name: str) -> list[str]:
+    path = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    if name == "base":
+        return ["--env", f"PATH={path}", "--cmd", "/bin/sh"]
     if name.startswith("repo-"):
-        return {"WorkingDir": "/testbed", "Env": ["PYTHONPATH=/testbed", "PYTHONDONTWRITEBYTECODE=1"]}
+        return ["--workdir", "/testbed", "--env", "PYTHONPATH=/testbed", "--env", "PYTHONDONTWRITEBYTECODE=1"]
     if name.startswith("harness-"):
-        return {"Env": ["PATH=/opt/harness/bin:/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"]}
-    if name == "evaluator":
-        return {"Env": ["PYTHONPATH=/opt/evaluator"]}
-    return {}
+        return ["--env", "PATH=/opt/harness/bin"]
+    return ["--env", "PYTHONPATH=/opt/evaluator"]
+
+
+def stack(task: Task, harness: str) -> list[str]:
+    """Names of a task's groups, bottom to top; ``harness`` is ``pip`` or ``npm``."""
+    return ["base", f"repo-{task.repo}", f"harness-{harness}", "evaluator"]
+
+
+def plan_text(name: str, groups: Iterable[str], *patches: str) -> str:
+    """A plan: references of groups, and patches of ``/testbed``."""
+    lines = ["apiVersion: weenv.dev/v1", "kind: EnvironmentPlan", f"metadata: {{name: {name}}}", "groups:"]
+    lines += [f"  - {group}" for group in groups]
+    if patches:
+        lines.append("mutations:")
+    for patch in patches:
+        lines += [f"  - patch: {json.dumps(patch)}", "    directory: /testbed"]
+    return "\n".join(lines) + "\n"
 
 
 # -- making them ---------------------------------------------------------------------------------------------------------
@@ -140,56 +195,72 @@ def _pip(python: str) -> list[str]:
     return [python, "-m", "pip", "--disable-pip-version-check", "-q", "--no-input"]
 
 
-def _make(work: Path) -> None:
+def _generator(final: Path) -> str:
+    """Python with swesmith."""
+    home = final / "generator"
+    python = str(home / "bin/python")
+    if not (home / "complete").exists():
+        shutil.rmtree(home, ignore_errors=True)
+        run(sys.executable, "-m", "venv", str(home), timeout=120)
+        run(*_pip(python), "install", *GENERATOR, timeout=600, env=dict(os.environ))
+        (home / "complete").touch()
+    return python
+
+
+def make_tasks(name: str, count: int) -> list[dict[str, Any]]:
+    """The first tasks of a repository whose group is there, made now."""
+    final = TOOLS / f"tasks-{VERSION}"
+    _, package, _, tests = REPOSITORIES[name]
+    python = _generator(final)
+    generator = str(Path(__file__).with_name("task_generator.py"))
+    environment = {**os.environ, **_GIT, "PYTHONHASHSEED": "0"}
+    with tempfile.TemporaryDirectory(prefix=f".tasks-{name}-", dir=TOOLS) as work:
+        with tarfile.open(final / f"repo-{name}.tar") as archive:
+            archive.extractall(work, filter="data")
+        os.mkdir(f"{work}/scratch")
+        argv = [python, generator, f"{work}/testbed", package, str(count), str(SEED), f"{work}/scratch", *tests]
+        made = json.loads(run(*argv, timeout=3600, env=environment))
+    return [{"id": f"{name}-{number:03d}", "repo": name, **row} for number, row in enumerate(made)]
+
+
+def _make_groups(work: Path) -> None:
     environment = dict(os.environ)
     out = work / "out"
     out.mkdir()
-    run(sys.executable, "-m", "venv", str(work / "venv"), timeout=120)
-    python = str(work / "venv/bin/python")
-    run(*_pip(python), "install", *GENERATOR, timeout=600, env=environment)
-    rows: list[dict[str, object]] = []
-    for name, (requirement, package, count, tests) in REPOSITORIES.items():
+    for name, (requirement, *_) in REPOSITORIES.items():
         archives = work / f"sdist-{name}"
         distribution = requirement.partition("==")[0]
         run(
-            *_pip(python), "download", "--no-deps", f"--no-binary={distribution}", "--dest", str(archives), requirement,
-            timeout=300, env=environment,
+            *_pip(sys.executable), "download", "--no-deps", f"--no-binary={distribution}", "--dest",
+            str(archives), requirement, timeout=300, env=environment,
         )  # fmt: skip
         repository = work / name
         _repository(next(archives.glob("*.tar.gz")), repository)
-        scratch = work / f"scratch-{name}"
-        scratch.mkdir()
-        generator = str(Path(__file__).with_name("task_generator.py"))
-        made = json.loads(
-            run(
-                python, generator, str(repository), package, str(count), str(SEED), str(scratch), *tests, timeout=3600,
-                env={**environment, **_GIT, "PYTHONHASHSEED": "0"},
-            )
-        )  # fmt: skip
-        rows += [{"id": f"{name}-{number:03d}", "repo": name, **row} for number, row in enumerate(made)]
         _tar(out / f"repo-{name}.tar", repository, "testbed")
-    for name, packages in (("evaluator", EVALUATOR), ("harness-pip", (HARNESSES["pip"],))):
-        target = work / name
-        flags = ["--no-deps"] if name != "evaluator" else []
-        run(*_pip(python), "install", "--no-compile", *flags, "--target", str(target), *packages, timeout=300, env=environment)
-        _tar(out / f"{name}.tar", target, "opt/evaluator" if name == "evaluator" else "opt/harness/lib")
+    target = work / "evaluator"
+    run(*_pip(sys.executable), "install", "--no-compile", "--target", str(target), *EVALUATOR, timeout=300, env=environment)
+    _tar(out / "evaluator.tar", target, "opt/evaluator")
+    pip_harness(HARNESSES["pip"], out / "harness-pip.tar")
     if shutil.which("npm"):
-        run(
-            "npm",
-            "pack",
-            "--silent",
-            "--pack-destination",
-            str(work),
-            HARNESSES["npm"],
-            timeout=300,
-            env=environment,
-            cwd=str(work),
-        )
-        target = work / "npm"
-        with tarfile.open(next(work.glob("*.tgz"))) as archive:
-            archive.extractall(target, filter="data")
-        _tar(out / "harness-npm.tar", target / "package", "opt/harness/npm")
-    (out / "tasks.json").write_text(json.dumps(rows, indent=1))
+        npm_harness(HARNESSES["npm"], out / "harness-npm.tar")
+
+
+def pip_harness(requirement: str, out: Path) -> None:
+    """The tar of an agent from PyPI."""
+    with tempfile.TemporaryDirectory() as work:
+        argv = [*_pip(sys.executable), "install", "--no-compile", "--no-deps", "--target", f"{work}/lib", requirement]
+        run(*argv, timeout=300, env=dict(os.environ))
+        _tar(out, Path(work, "lib"), "opt/harness/lib")
+
+
+def npm_harness(package: str, out: Path) -> None:
+    """The tar of an agent from npm, as packed there."""
+    with tempfile.TemporaryDirectory() as work:
+        argv = ["npm", "pack", "--silent", "--pack-destination", work, package]
+        run(*argv, timeout=300, env=dict(os.environ), cwd=work)
+        with tarfile.open(next(Path(work).glob("*.tgz"))) as archive:
+            archive.extractall(f"{work}/x", filter="data")
+        _tar(out, Path(work, "x/package"), "opt/harness/npm")
 
 
 def _repository(archive: Path, target: Path) -> None:

@@ -185,10 +185,7 @@ async def added(
     from weenv.environment.exec import Command, execute
 
     container = await lifecycle.find(node, environment)
-    try:
-        pid = (await node.tasks.get(container.id)).pid
-    except ContainerdError as error:
-        raise lifecycle.NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended") from error
+    pid = await lifecycle.running(node, container)
     who = None
     if user:
         from weenv.environment.rootfs import open_process_root, read_account_files

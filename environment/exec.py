@@ -17,6 +17,7 @@ from weenv.environment.lifecycle import (
     base_process,
     patiently,
     remove,
+    running,
     start_error,
 )
 from weenv.environment.node import Node
@@ -122,6 +123,7 @@ async def execute(
         except ContainerdError as error:
             if error.code in ("NOT_FOUND", "FAILED_PRECONDITION"):
                 raise NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended") from error
+            await running(node, container)  # it has ended just now, perhaps
             raise
         process = _Added(node, container.id, first, name)
         try:

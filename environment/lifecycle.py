@@ -211,6 +211,19 @@ async def find(node: Node, name: str) -> Container:
     raise NoSuchEnvironment(f"no environment {name[:80]!r}", hint="weenv ps --all lists them")
 
 
+async def running(node: Node, container: Container) -> int:
+    """The pid of an environment's first process. Raises NoSuchEnvironment, saying how it ended."""
+    process = await _unless(_GONE, node.tasks.get(container.id))
+    if process is None:
+        raise NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended")
+    if process.status is Status.STOPPED:
+        raise NoSuchEnvironment(
+            f"{container.id} has exited ({process.exit_status}): its command ended",
+            hint="start it with a command that stays, e.g. -- sleep infinity, or with: weenv run -d --idle",
+        )
+    return process.pid
+
+
 async def wait(node: Node, container: str) -> Exit:
     """Wait for the end of an environment's first process, over restarts of containerd."""
     return await patiently(lambda: node.tasks.wait(container))

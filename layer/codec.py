@@ -278,6 +278,14 @@ def _decode_columns(header: _Header, data: bytes, low: int, high: int, base: int
     ]
 
 
+def content_size(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> int:
+    """What a payload's two parts take decompressed, in bytes, as they state it; decoding takes them at their word.
+
+    Raises :class:`FormatError`.
+    """
+    return sum(zframe.content_size(part, _WHAT) for part in _split(payload, limits))
+
+
 def decode_frames(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> tuple[Frames, int, str]:
     """The frame table, the stream's size and its diffID, from a TOC frame's payload; the tree is not looked at.
 

@@ -118,6 +118,11 @@ def parse_tail(tail: Buffer, *, layer_size: int, toc_offset: int, limits: Limits
     return toc
 
 
+def content_size(tail: Buffer, limits: Limits = DEFAULT_LIMITS) -> int:
+    """How large the TOC in ``tail`` is once decompressed, bytes; nothing is decompressed. Raises :class:`FormatError`."""
+    return codec.content_size(_split(tail, limits)[0], limits)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class FrameIndex:
     """What is needed to serve a layer's bytes: its frames, the length of its tar stream, and what that hashes to."""

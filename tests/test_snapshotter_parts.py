@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import urllib.request
+from typing import Any
 
 import pytest
 from conformance.snapshots import committed
@@ -302,6 +303,63 @@ async def test_cancelled_jobs_leave_the_builder_usable(tmp_path: object) -> None
             await asyncio.gather(job, return_exceptions=True)
         assert await asyncio.wait_for(build.build(directory, "", "[]"), 20) > 0
         assert not build._waiting
+
+
+async def test_builders_share_a_budget_of_memory(tmp_path: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("small", "large"):
+        os.mkdir(f"{tmp_path}/{name}")
+    small, _ = layer_directory(f"{tmp_path}/small", Member("f", b"x"))
+    large, _ = layer_directory(f"{tmp_path}/large", *(Member(f"{number:0200}", b"") for number in range(40_000)))
+    assert builder.expected_memory(small) == pytest.approx(64 << 20, rel=0.01)
+    assert builder.expected_memory(large) > 100 << 20, "two do not fit into the budget below"
+    assert builder.expected_memory(f"{tmp_path}") == 64 << 20
+    async with Builder(8, 150 << 20) as build:
+        free: list[int] = []
+        job = build._job
+
+        async def watched(request: dict[str, Any], share: int) -> float:
+            free.append(build._budget.free)
+            return await job(request, share)
+
+        monkeypatch.setattr(build, "_job", watched)
+        names = [*(f"v{number}" for number in range(4)), ""]
+        await asyncio.gather(*(build.build(each, name, "[]") for each in (small, large) for name in names))
+        assert min(free) >= 0 and build._budget.free == 150 << 20
+        await asyncio.gather(*(build.build(small, name, "[]") for name in names))
+        assert all(os.path.exists(f"{each}/{builder.meta_name(name)}") for each in (small, large) for name in names)
+
+
+async def test_a_job_that_needs_more_memory_gets_it_alone_or_is_refused(
+    tmp_path: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, _ = layer_directory(f"{tmp_path}", *(Member(f"{number:0200}", b"") for number in range(40_000)))
+    monkeypatch.setattr(builder, "expected_memory", lambda _: 1 << 20)
+    async with Builder(2, 512 << 20) as build:
+        await build.build(directory, "", "[]")
+        assert os.path.exists(f"{directory}/meta.erofs")
+    async with Builder(2, 2 << 20) as build:
+        with pytest.raises(LimitError, match="more than 2 MiB of memory") as caught:
+            await build.build(directory, "v", "[]")
+        assert "builder_memory" in caught.value.hint and build._budget.free == 2 << 20
+        assert not os.path.exists(f"{directory}/meta-v.erofs")
+
+
+async def test_a_job_that_nobody_waits_for_keeps_its_room_until_it_ends(tmp_path: object) -> None:
+    directory, _ = layer_directory(f"{tmp_path}", Member("f", b"x"))
+    async with Builder(1, 64 << 20) as build:
+        await build.build(directory, "", "[]")
+        assert build._process is not None
+        os.kill(build._process.pid, signal.SIGSTOP)
+        job = asyncio.ensure_future(build.build(directory, "v", "[]"))
+        async with asyncio.timeout(20):
+            while not build._jobs:
+                await asyncio.sleep(0.001)
+        job.cancel()
+        await asyncio.gather(job, return_exceptions=True)
+        assert build._budget.free == 0 and build._slots.locked()
+        os.kill(build._process.pid, signal.SIGCONT)
+        assert await asyncio.wait_for(build.build(directory, "", "[]"), 20) > 0
+        assert build._budget.free == 64 << 20 and os.path.exists(f"{directory}/meta-v.erofs")
 
 
 def test_a_childs_errors_come_back_as_they_were() -> None:

@@ -5,9 +5,12 @@ thread of the daemon it would hold up every other request, and the memory of a l
 one small process (the *nursery*) is started with everything imported, and forks a child per job: two milliseconds, two
 jobs on two cores, memory back at the end, and a malformed layer that brings down its parser brings down nothing else.
 
+All that run at once share one budget of memory. A job's share is judged by the size that its TOC states, and is the limit
+of the child's address space: who needs more is tried once more with the whole budget, alone. What does not fit waits.
+
 Protocol on the nursery's stdin and stdout: one JSON object a line. Request: ``id``, ``directory`` (a layer directory),
-``variant``, ``attributes`` (text, see planes/base.py). Answer: ``id`` and either ``seconds`` or ``error``, ``message``,
-``hint``. The end of stdin ends it.
+``variant``, ``attributes`` (text, see planes/base.py), ``memory`` (bytes). Answer: ``id`` and either ``seconds`` or
+``error``, ``message``, ``hint``; error ``MemoryError``: more memory is needed. The end of stdin ends it.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import mmap
 import os
 import resource
 import selectors
@@ -30,8 +34,11 @@ log = logging.getLogger(__name__)
 
 META = "meta.erofs"
 FACTS = "facts.json"
-_MEMORY = 4 << 30
-"""Address space of one job, bytes; a layer of eight million entries needs about half."""
+_SHARE = 64 << 20
+"""Bytes that any job is given; a layer of 10 000 entries takes 7 MiB."""
+_PER_BYTE = 6
+"""Bytes of memory per byte of uncompressed TOC. Measured: 260 to 450 bytes per entry, of which the TOC has some 75."""
+_LEAST = 512 << 20
 _LINE = 1 << 20
 
 
@@ -79,7 +86,7 @@ def _job(request: dict[str, Any]) -> dict[str, Any]:
     except OSError as error:
         return {"error": "StorageError", "message": str(error), "errno": error.errno or 0}
     except MemoryError:
-        return {"error": "LimitError", "message": f"the layer's TOC needs more than {_MEMORY >> 20} MiB of memory"}
+        return {"error": "MemoryError", "message": ""}
     except Exception as error:  # noqa: BLE001 (a child's last words)
         return {"error": "FormatError", "message": f"internal error: {type(error).__name__}: {error}"}
     return {"seconds": time.perf_counter() - begin}
@@ -117,12 +124,19 @@ def nursery() -> None:
                 pid = os.fork()
                 if pid == 0:
                     with contextlib.suppress(ValueError, OSError):
-                        resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+                        most = _address_space() + int(request["memory"])
+                        resource.setrlimit(resource.RLIMIT_AS, (most, most))
                     _answer({"id": request["id"], **_job(request)})
                     os._exit(0)
                 fd = os.pidfd_open(pid)
                 children[fd] = (pid, request["id"])
                 selector.register(fd, selectors.EVENT_READ)
+
+
+def _address_space() -> int:
+    """Bytes of address space that this process has now."""
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _answer(answer: dict[str, Any]) -> None:
@@ -136,11 +150,62 @@ def _answer(answer: dict[str, Any]) -> None:
 # the daemon's side
 
 
-class Builder:
-    """Starts the nursery, and again where it died; at most ``jobs`` images at once. Use as an async context manager."""
+def default_memory() -> int:
+    """The budget where none is configured: a quarter of the machine's memory, and not less than 512 MiB."""
+    return max(_LEAST, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4)
 
-    def __init__(self, jobs: int) -> None:
+
+def expected_memory(directory: str) -> int:
+    """Bytes that building the image of a layer directory is expected to take; blocking."""
+    from weenv.layer.tail import content_size
+
+    try:
+        with (
+            open(os.path.join(directory, "toc"), "rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as tail,
+            memoryview(tail) as view,
+        ):
+            return _SHARE + _PER_BYTE * content_size(view)
+    except (OSError, ValueError, errors.FormatError):  # the job will say what is wrong with it
+        return _SHARE
+
+
+class Budget:
+    """Bytes that are handed out in the order in which they are asked for: a large share is not starved by small ones."""
+
+    def __init__(self, total: int) -> None:
+        self.total = self.free = total
+        self._door = asyncio.Lock()
+        self._returned = asyncio.Event()
+
+    async def take(self, amount: int) -> None:
+        """Wait until ``amount``, at most :attr:`total`, is free, and take it."""
+        async with self._door:
+            while self.free < amount:
+                self._returned.clear()
+                await self._returned.wait()
+            self.free -= amount
+
+    def give(self, amount: int) -> None:
+        """Give back what was taken."""
+        self.free += amount
+        self._returned.set()
+
+
+class _MoreMemory(Exception):
+    """The job's share was too small."""
+
+
+class Builder:
+    """Starts the nursery, and again where it died. Use as an async context manager.
+
+    At most ``jobs`` images are built at once, in ``memory`` bytes together (0: :func:`default_memory`).
+    """
+
+    def __init__(self, jobs: int, memory: int = 0) -> None:
         self._slots = asyncio.Semaphore(jobs)
+        self._budget = Budget(memory or default_memory())
+        self._jobs: set[asyncio.Task[float]] = set()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -187,7 +252,39 @@ class Builder:
 
     async def build(self, directory: str, variant: str, attributes: str) -> float:
         """Build one image; returns the seconds it took in the child. Raises what the child raised."""
-        async with self._slots:
+        whole = self._budget.total
+        share = min(await asyncio.to_thread(expected_memory, directory), whole)
+        request = {"directory": directory, "variant": variant, "attributes": attributes}
+        try:
+            return await self._start_job(request, share)
+        except _MoreMemory:
+            if share < whole:
+                with contextlib.suppress(_MoreMemory):
+                    return await self._start_job(request, whole)
+            raise errors.LimitError(
+                f"the layer's TOC needs more than {whole >> 20} MiB of memory", hint="raise [snapshotter] builder_memory"
+            ) from None
+
+    async def _start_job(self, request: dict[str, Any], share: int) -> float:
+        """Wait for room, then run a job. Who is cancelled leaves it running: its room is taken until it ends."""
+        await self._slots.acquire()
+        try:
+            await self._budget.take(share)
+        except BaseException:
+            self._slots.release()
+            raise
+        job = asyncio.create_task(self._job({**request, "memory": share}, share), name="build")
+        self._jobs.add(job)
+        job.add_done_callback(self._ended)
+        return await asyncio.shield(job)
+
+    def _ended(self, job: asyncio.Task[float]) -> None:
+        self._jobs.discard(job)
+        if not job.cancelled():
+            job.exception()  # whoever waits has it
+
+    async def _job(self, request: dict[str, Any], share: int) -> float:
+        try:
             process = await self._start()
             assert process.stdin is not None
             self._next += 1
@@ -195,13 +292,17 @@ class Builder:
             number = self._next
             self._waiting[number] = future
             try:
-                request = {"id": number, "directory": directory, "variant": variant, "attributes": attributes}
-                process.stdin.write(json.dumps(request).encode() + b"\n")
+                process.stdin.write(json.dumps({"id": number, **request}).encode() + b"\n")
                 with contextlib.suppress(ConnectionError):  # a dead nursery is told of by the reader
                     await process.stdin.drain()
                 answer = await future
             finally:
                 self._waiting.pop(number, None)
+        finally:
+            self._budget.give(share)
+            self._slots.release()
+        if answer.get("error") == "MemoryError":
+            raise _MoreMemory
         if "error" in answer:
             raise _revive(answer)
         return float(answer["seconds"])

@@ -42,6 +42,9 @@ class SnapshotterConfig:
     """A layer whose tail cannot be had, checked and mounted in so long is unpacked the ordinary way."""
     builders: int = 2
     """EROFS metadata images built at once."""
+    builder_memory: int = 0
+    """Bytes of memory that those may take together, others wait; a layer of a million files takes some 450 MB, one that
+    takes more than all is not lazy. 0: a quarter of the machine's memory, at least 512 MiB."""
     layer_grace: float = 600.0
     """How long a layer resolved ahead is kept although no snapshot uses it."""
     complete_check: float = 3.0
@@ -66,12 +69,15 @@ class SnapshotterConfig:
         for name, low, high in (
             ("resolve_timeout", 0.1, 3600.0),
             ("builders", 1, 64),
+            ("builder_memory", 0, 1 << 50),
             ("layer_grace", 0.0, 1e9),
             ("complete_check", 0.05, 1e6),
             ("cleanup_delay", 0.0, 3600.0),
         ):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"snapshotter.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+        if 0 < self.builder_memory < 256 << 20:
+            raise ConfigError(f"snapshotter.builder_memory must be 0 or at least {256 << 20}, not {self.builder_memory}")
         if self.transport not in ("builtin", "grpcio"):
             raise ConfigError(f"snapshotter.transport must be builtin or grpcio, not {self.transport!r}")
         for option in self.mount_options:

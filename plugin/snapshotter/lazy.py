@@ -65,7 +65,7 @@ async def open_layers(
     """Lazy layers for the length of the block; plain ones, loudly, where the kernel has no plane for them."""
     dirs = LayerDirs(config.root)
     async with contextlib.AsyncExitStack() as stack:
-        builder = await stack.enter_async_context(Builder(config.builders))
+        builder = await stack.enter_async_context(Builder(config.builders, config.builder_memory))
         plane = ErofsPlane(dirs, config.blobs, builder)
         stack.callback(plane.close)
         checked: Plane = plane

@@ -9,6 +9,7 @@ import os
 import textwrap
 from typing import Any
 
+from weenv.environment.composeconfig import ComposeConfig
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, FillConfig
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.registry.config import RegistryConfig
@@ -28,6 +29,7 @@ TABLES: list[tuple[str, type[Any], set[str], str]] = [
     ("registry", RegistryConfig, set(), "How registries are reached, by both daemons."),
     ("blobfs", BlobfsConfig, {"fill"}, "`weenv blobfs serve`."),
     ("blobfs.fill", FillConfig, set(), "Fetching the rest of a layer when nobody needs the machine."),
+    ("compose", ComposeConfig, set(), "Groups of plans that are not in the lazy format (plans.md)."),
 ]
 
 

@@ -196,12 +196,14 @@ def ps(everything: bool, quiet: bool, as_json: bool, **o: Any) -> None:
     else:
         from weenv.cli import render
 
+        told = any(row["not_lazy"] for row in rows)
         table = [
-            (row["name"], render.escape(row["plan"]), render.escape(row["image"]), _lazy(row), _status(row),
+            (row["name"], render.escape(row["plan"]), render.escape(row["image"]), *([_lazy(row)] if told else []), _status(row),
              str(row["pid"] or "-"), render.seconds(row["age"]), render.escape(" ".join(row["command"])[:60]))
             for row in rows
         ]  # fmt: skip
-        render.table(["name", "plan", "image", "layers", "status", "pid", "age", "command"], table, right=[5, 6])
+        head = ["name", "plan", "image", *(["layers"] if told else []), "status", "pid", "age", "command"]
+        render.table(head, table, right=[4 + told, 5 + told])
 
 
 def _lazy(row: dict[str, Any]) -> str:

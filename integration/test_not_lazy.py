@@ -113,7 +113,7 @@ class Bench:
         return [*tools.weenv(), *words[:count], "--config", config or self.config, *words[count:]]
 
     def call(self, *words: str, config: str = "") -> subprocess.CompletedProcess[str]:
-        env = {key: value for key, value in os.environ.items() if not key.startswith("WEENV_")}
+        env = {key: value for key, value in os.environ.items() if not key.startswith("WEENV_")} | {"COLUMNS": "250"}
         return subprocess.run(
             self.argv(*words, config=config), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=180, env=env,
             check=False,
@@ -239,7 +239,7 @@ def test_it_is_converted_once_and_everything_says_so(
     started = bench.ok("run", "-d", "--name", "nl-ps", plan, "--", "sleep", "1000")[0].strip()
     row = next(row for row in json.loads(bench.ok("ps", "--json")[0]) if row["name"] == started)
     assert row["not_lazy"] == json.loads(labels[LABEL])
-    assert "3 converted" in bench.ok("ps")[0].replace("\n", " ")
+    assert "3 converted" in bench.ok("ps")[0]
     status = json.loads(bench.ok("status", "--json")[0])
     assert sum(layer["converted"] for layer in status["layers"]) == 3 == status["converted_blobs"]
     assert "converted on this node: 3 layers" in bench.ok("status")[0]
@@ -269,8 +269,10 @@ def test_every_namespace_ctr_and_removal(bench: Bench, publish: Publisher, repos
         name = bench.ok("plan", "compose", "-n", namespace, plan)[0].strip()
         assert bench.node.shell(name, f"export PATH=/opt/agent:/bin; {SCRIPT}", namespace).splitlines() == expected("spaces")
         assert len(containerd.content(namespace)) == 2, "manifest and config: no layer was stored"
+    containerd.remove_image(name)
+    with bench.node.cri() as cri:
+        cri.remove_image(name)  # under the name that CRI has given it as well
     for namespace in ("default", "k8s.io"):
-        containerd.remove_image(name, namespace)
         bench.nothing_left(namespace)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 
 import click
 
@@ -43,6 +44,8 @@ def serve(
     from weenv.environment.gateway.config import from_tables
 
     start_logging(ctx, log_level, log_format)
+    # At debug level it tells each client that tries TLS first with a traceback.
+    logging.getLogger("aiohttp.server").setLevel(logging.WARNING)
     tables = read_tables(config_path)
     config = from_tables(tables, address=address, plans=plans or None, groups=allow or None, blobs=blobs)
     asyncio.run(daemon.serve(config, tables))

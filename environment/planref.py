@@ -6,8 +6,8 @@
     config         the empty JSON object (image-spec 1.1 manifest.md, "Guidelines for Artifact Usage")
     layers[0]      application/vnd.weenv.plan.v1+yaml, with the plan's name as org.opencontainers.image.title
 
-What is published holds everything itself: texts that a plan takes from files beside it are written into it. A plan may be
-signed like a group (``weenv group sign``), and the node's policy is asked about it like about a group.
+What is published holds everything itself: texts that a plan takes from files beside it are written into it (YAML has no NUL,
+so files with one are published as a group instead). A plan may be signed like a group (``weenv group sign``), and the node's policy is asked about it like about a group.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def self_contained(text: str, source: str) -> str:
     edits: list[tuple[int, int, str]] = []
     for place, content in _files(document, plan):
         fields = document.mapping(place, "file")
+        if "\0" in content:
+            raise document.error(place, "a file with NUL bytes cannot be written into a plan", "publish it as a group")
         # The end of a block mapping is where the next token begins; its one value ends before that.
         end = place.end_mark if place.flow_style else fields["file"].end_mark
         edits.append((place.start_mark.index, end.index, _quoted(content)))

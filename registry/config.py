@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ipaddress
-import ssl
-import urllib.request
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from weenv.core.errors import ConfigError
 from weenv.registry.reference import api_host, check_host
+
+if TYPE_CHECKING:
+    import ssl
 
 USER_AGENT = "weenv/0.1"
 
@@ -22,9 +24,13 @@ class RegistryConfig:
     """Hosts (``name`` or ``name:port``) spoken to over plain HTTP, besides loopback ones."""
     tls: frozenset[str] = frozenset()
     """Loopback hosts that are to be spoken to over TLS all the same."""
+    allow_sources: frozenset[str] = frozenset()
+    """Hosts that a layer's source annotation may name although they are this node's loopback, link-local or metadata
+    addresses (see `use_source_annotation`); those of `plain_http` and `tls` may be named anyway."""
     ca_file: str = ""
     """A PEM bundle to trust besides the system's."""
     connect_timeout: float = 10.0
+    """Until a connection, TLS included, is there."""
     stall_timeout: float = 20.0
     """No byte for that long on an open response: the attempt has failed."""
     deadline: float = 120.0
@@ -36,19 +42,26 @@ class RegistryConfig:
     retry_delay: float = 0.2
     """Before the second retry; doubles with each, with jitter (the first retry is immediate)."""
     max_retry_delay: float = 10.0
+    """The longest pause between two retries."""
     max_retry_after: float = 60.0
     """A longer Retry-After than this is an error at once, not a wait."""
     max_skip: int = 256 << 20
     """How much may be read and thrown away to reach an offset where a server ignores Range."""
     connections_per_host: int = 16
+    """Connections to one registry at once."""
     read_buffer: int = 2 << 20
     """Response bytes buffered before the socket is left alone: large, so that few wake-ups are needed per byte."""
     docker_config: str = ""
     """A docker ``config.json``, or empty for the usual places (see credentials.py)."""
 
     def __post_init__(self) -> None:
-        for host in (*self.plain_http, *self.tls):
+        for host in (*self.plain_http, *self.tls, *self.allow_sources):
             check_host(host)
+
+    def is_configured(self, host: str) -> bool:
+        """True where a setting names ``host``, with its port or without: the operator knows it."""
+        known = self.plain_http | self.tls | self.allow_sources
+        return host in known or split_host(host)[0] in known
 
     def scheme(self, host: str) -> str:
         """``http`` or ``https`` for a registry host."""
@@ -73,6 +86,8 @@ class RegistryConfig:
 
     def ssl_context(self) -> ssl.SSLContext:
         """A verifying TLS context. Raises :class:`ConfigError` where ``ca_file`` cannot be read."""
+        import ssl  # here, as urllib.request below, for those who only make settings
+
         context = ssl.create_default_context()
         if self.ca_file:
             try:
@@ -104,6 +119,8 @@ def proxy_for(url: str) -> str | None:
     Asked here, not by the HTTP libraries: their "trust the environment" switches also read ``~/.netrc`` and would send
     its passwords to registries.
     """
+    import urllib.request
+
     parts = urlsplit(url)
     if is_loopback(parts.hostname or ""):
         return None

@@ -62,8 +62,11 @@ class Node:
 
 
 @contextlib.asynccontextmanager
-async def node(root: str, registry: SimulatedRegistry, **settings: Any) -> AsyncIterator[Node]:
-    config = SnapshotterConfig(root=root, registry=RegistryConfig(attempts=1, retry_delay=0.01), **settings)
+async def node(
+    root: str, registry: SimulatedRegistry, *, allow: Sequence[str] = (), **settings: Any
+) -> AsyncIterator[Node]:
+    reach = RegistryConfig(attempts=1, retry_delay=0.01, allow_sources=frozenset(allow))
+    config = SnapshotterConfig(root=root, registry=reach, **settings)
     metrics, background = Metrics(), Background()
     os.makedirs(root, exist_ok=True)
     store, dirs = Metastore(f"{root}/metastore.db"), LayerDirs(root)
@@ -176,14 +179,54 @@ async def test_without_cri_labels_layers_need_a_source_annotation(
     bare = images.file("a")
     source = {"containerd.io/snapshot/weenv.source": f"{registry.host}/{REPOSITORY}"}
     sourced = [replace(images.file(name), annotations={**images.file(name).annotations, **source}) for name in "xy"]
-    async with node(root, registry) as n:
+    async with node(root, registry, allow=[registry.host]) as n:
         ns = n.containerd.namespace("default")
         assert await ns.pull(images.image(sourced, cri=False)) == []
         assert registry.count("registry", part="/manifests/") == 0
         assert await ns.pull(images.image([bare], cri=False)) == [bare.digest]
         assert n.fallbacks() == {"no-origin": 1}
-    async with node(root + "2", registry, use_source_annotation=False) as n:
+    async with node(root + "2", registry, allow=[registry.host], use_source_annotation=False) as n:
         assert len(await n.containerd.namespace("default").pull(images.image(sourced, cri=False))) == 2
+
+
+async def test_an_annotation_cannot_send_the_node_to_itself(
+    root: str, registry: SimulatedRegistry, images: Images, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen: list[object] = []
+
+    def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        seen.append(writer.get_extra_info("peername"))
+        writer.close()
+
+    asked = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = asked.sockets[0].getsockname()[1]
+    async with asked, node(root, registry) as n:
+        for number, host in enumerate((f"127.0.0.1:{port}", f"localhost:{port}", f"127.1:{port}", f"0.0.0.0:{port}")):
+            layer = images.file(f"f{number}")
+            annotations = {**layer.annotations, "containerd.io/snapshot/weenv.source": f"{host}/{REPOSITORY}"}
+            layer = replace(layer, annotations=annotations)
+            caplog.clear()
+            assert await n.containerd.namespace("default").pull(images.image([layer], cri=False)) == [layer.digest]
+            (told,) = [record for record in caplog.records if "image is not served lazily" in record.message]
+            assert host in told.detail and f'allow_sources = ["{host}"]' in told.hint  # type: ignore[attr-defined]
+            n.resolver._told.clear()
+        assert n.fallbacks() == {"source-refused": 4} and not seen
+        own = images.file("own")
+        source = {"containerd.io/snapshot/weenv.source": f"{registry.host}/{REPOSITORY}"}
+        own = replace(own, annotations={**own.annotations, **source})
+        assert await n.containerd.namespace("default").pull(images.image([own])) == [], "the image's own registry"
+
+
+async def test_what_is_logged_has_no_empty_fields(
+    root: str, registry: SimulatedRegistry, images: Images, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with node(root, registry) as n:
+        layer = images.file("c", plain=True)
+        assert await n.containerd.namespace("default").pull(images.image([layer])) == [layer.digest]
+    (told,) = [record for record in caplog.records if "image is not served lazily" in record.message]
+    fields = {name: getattr(told, name, None) for name in ("reason", "image", "layer", "detail", "hint")}
+    assert fields["reason"] == "not-converted" and "weenv convert" in str(fields["hint"])
+    assert fields["detail"] is None and "" not in fields.values()
 
 
 async def test_lazy_from_the_bottom_to_the_first_that_is_not(

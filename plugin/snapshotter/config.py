@@ -37,7 +37,8 @@ class SnapshotterConfig:
     lazy: bool = True
     """False: an ordinary overlay snapshotter, every image is unpacked."""
     use_source_annotation: bool = True
-    """Whether the registry that a layer's own annotation names may be asked, besides the one the image came from."""
+    """Whether the registry that a layer's own annotation names may be asked, besides the one the image came
+    from. Not where it is this node's loopback, its link, or a metadata service: see `[registry] allow_sources`."""
     resolve_timeout: float = 30.0
     """A layer whose tail cannot be had, checked and mounted in so long is unpacked the ordinary way."""
     builders: int = 2

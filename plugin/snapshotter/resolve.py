@@ -46,6 +46,7 @@ from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import LayerFacts, Variant, variant_of
 from weenv.registry.auth import scope_of
 from weenv.registry.client import RegistryClient
+from weenv.registry.internal import is_internal
 from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Manifest, parse_manifest
 from weenv.registry.reference import Reference, parse_reference
 from weenv.registry.source import open_source
@@ -63,6 +64,7 @@ REASONS = {
     "below-not-lazy": "a layer below is not lazy",
     "bad-labels": "the layer's annotations are malformed",
     "no-origin": "neither labels nor annotation name a registry",
+    "source-refused": "its annotation names a host that an image must not make this node contact",
     "not-found": "the registry does not hold the layer",
     "unauthorized": "the registry refuses the node's credentials",
     "unavailable": "the registry does not answer",
@@ -78,6 +80,15 @@ REASONS = {
 }
 """Values of the label ``reason`` of metric ``weenv_snapshotter_fallbacks``, and what they mean."""
 
+_REMEDIES = {
+    "no-labels": "pull with the transfer service or CRI, and let containerd pass annotations (weenv doctor)",
+    "not-converted": "weenv convert makes an image of the format out of it",
+    "below-not-lazy": "convert the whole image",
+    "bad-labels": "convert the image again",
+    "disk": "free some space",
+    "timeout": "is the registry slow? see [snapshotter] resolve_timeout",
+}
+"""What to do where the error itself does not say."""
 _PLANS = 256
 _PLAN_TTL = 600.0
 """Images remembered, and for how many seconds: long enough for one pull."""
@@ -97,8 +108,13 @@ class _NoOrigin(NotFoundInSource):
     """Nothing says where the layer is."""
 
 
+class _Refused(_NoOrigin):
+    """Only a host that the node must not be sent to."""
+
+
 _BY_ERROR: tuple[tuple[type[BaseException], str], ...] = (
     (_WrongLayer, "wrong-layer"),
+    (_Refused, "source-refused"),
     (_NoOrigin, "no-origin"),
     (VerificationError, "bad-tail"),
     (UnsupportedError, "unsupported"),
@@ -162,6 +178,7 @@ class Resolver:
         self._planning: SingleFlight[tuple[str, str], Plan | None] = SingleFlight()
         self._making: SingleFlight[str, LayerFacts] = SingleFlight()
         self._large = asyncio.Semaphore(1)
+        self._hosts: OrderedDict[str, tuple[float, bool]] = OrderedDict()
 
     @contextlib.asynccontextmanager
     async def resolve(
@@ -194,7 +211,7 @@ class Resolver:
         plan: Plan | None = None
         try:
             async with asyncio.timeout(self._config.resolve_timeout):
-                making = asyncio.ensure_future(self._make(descriptor, self._origins(descriptor, image)))
+                making = asyncio.ensure_future(self._make(descriptor, image))
                 try:
                     plan = await self._plan(image, labels) if image is not None else None
                     if plan is not None and not plan.allows(descriptor.digest):
@@ -224,9 +241,10 @@ class Resolver:
 
     # one layer
 
-    async def _make(self, descriptor: LayerDescriptor, origins: list[Origin]) -> LayerFacts:
+    async def _make(self, descriptor: LayerDescriptor, image: Reference | None) -> LayerFacts:
         """Tail, layer directory, metadata: once per layer whoever asks."""
         with self.layers.pin(descriptor.digest):
+            origins = await self._origins(descriptor, image)
             facts = await self._making.do(descriptor.digest, lambda: self._make_now(descriptor, origins))
             self.layers.keep_awhile(descriptor.digest)
             return facts
@@ -266,6 +284,12 @@ class Resolver:
             f"no registry is known for layer {descriptor.digest}",
             hint="let the client send cri labels, or convert with a source annotation",
         )
+        if not origins and descriptor.source is not None and self._config.use_source_annotation:
+            host = descriptor.source[0]
+            failure = _Refused(
+                f"its source annotation names {host}, which is this node or its link",
+                hint=f'if that registry is meant, set [registry] allow_sources = ["{host}"]',
+            )
         for origin in origins:
             try:
                 source = open_source(self.client, origin, descriptor.digest, descriptor.size)
@@ -286,16 +310,33 @@ class Resolver:
                 log.warning("origin does not give the tail: %s", error, extra={"layer": descriptor.digest})
         raise failure
 
-    def _origins(self, descriptor: LayerDescriptor, image: Reference | None) -> list[Origin]:
+    async def _origins(self, descriptor: LayerDescriptor, image: Reference | None) -> list[Origin]:
+        """Where the layer may be had: on the node, where its image is from, what its annotation names."""
         places: list[tuple[str, str]] = []
         if image is not None:
             places.append((image.host, image.repository))
         if descriptor.source is not None and self._config.use_source_annotation and descriptor.source not in places:
-            places.append(descriptor.source)
+            host = descriptor.source[0]
+            if (image is not None and image.host == host) or await self._may_ask(host):
+                places.append(descriptor.source)
         name = digests.hex_of(descriptor.digest)
         own = [os.path.join(self._config.root, layout) for layout in (MUTATIONS, CONVERTED)]
         local = [Origin("layout", path=path) for path in own if os.path.exists(f"{path}/blobs/sha256/{name}")]
         return local + [Origin("registry", host, repository) for host, repository in places]
+
+    async def _may_ask(self, host: str) -> bool:
+        """Whether an annotation may send this node to ``host``; see :mod:`weenv.registry.internal`."""
+        if self._config.registry.is_configured(host):
+            return True
+        known = self._hosts.get(host)
+        if known is None or known[0] < time.monotonic():
+            internal = await is_internal(host)
+            if internal:
+                log.warning("a source annotation names %s, which is this node or its link: not asked", host)
+            known = self._hosts[host] = (time.monotonic() + _TOLD, not internal)
+            while len(self._hosts) > _PLANS:
+                self._hosts.popitem(last=False)
+        return known[1]
 
     # one image
 
@@ -337,7 +378,7 @@ class Resolver:
         while len(self._plans) > _PLANS:
             self._plans.popitem(last=False)
         for descriptor in wanted:
-            self._background.spawn(self._ahead(descriptor, self._origins(descriptor, image)), "resolve ahead")
+            self._background.spawn(self._ahead(descriptor, image), "resolve ahead")
         return plan
 
     async def _manifest(self, image: Reference, digest: str) -> Manifest:
@@ -352,10 +393,10 @@ class Resolver:
             raise FormatError("an index where a manifest was expected", member=what)
         return manifest
 
-    async def _ahead(self, descriptor: LayerDescriptor, origins: list[Origin]) -> None:
+    async def _ahead(self, descriptor: LayerDescriptor, image: Reference) -> None:
         """Make a layer ready before it is asked for. Whoever asks gets the error, if there is one; here it is nobody's."""
         with contextlib.suppress(WeenvError, OSError):
-            facts = await self._make(descriptor, origins)
+            facts = await self._make(descriptor, image)
             if not facts.implied:
                 with self.layers.pin(descriptor.digest):
                     await self.layers.attach(descriptor.digest, Variant())
@@ -370,8 +411,9 @@ class Resolver:
             "image": labels.get(LABEL_IMAGE, ""),
             "layer": labels.get(LABEL_LAYER, "") or key.rpartition(" ")[2],
             "detail": " ".join(detail.split())[:500],
-            "hint": hint,
+            "hint": hint or _REMEDIES.get(reason, ""),
         }
+        extra = {name: value for name, value in extra.items() if value}
         image, now = (labels.get(LABEL_IMAGE, ""), labels.get(LABEL_MANIFEST, "")), time.monotonic()
         while self._told and next(iter(self._told.values())) < now:
             self._told.popitem(last=False)

@@ -1,0 +1,68 @@
+"""Hosts that somebody else's annotation must not make this node contact: the node itself and its link.
+
+Whoever publishes an image writes its annotations, one of which names a registry. A node that goes wherever it is sent can be
+made to ask services that trust it because of where it is: those on loopback, and a cloud's metadata service, which
+hands out credentials. Private networks are not among them: that is where registries of an organisation are.
+
+A name is judged by the addresses it has now. It may have others when the connection is made, so this is no substitute for
+a metadata service that demands a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import socket
+
+from weenv.registry.config import is_loopback, split_host
+
+METADATA = frozenset(
+    ipaddress.ip_address(text)
+    for text in (
+        "fd00:ec2::254",  # AWS over IPv6 (IPv4: link-local, as Google's, Azure's and most others')
+        "fd20:ce::254",  # Google over IPv6
+        "168.63.129.16",  # Azure's wire server
+        "100.100.100.200",  # Alibaba
+        "192.0.0.192",  # Oracle, older machines
+    )
+)
+"""Metadata services at addresses that no class of addresses tells, as their operators document them."""
+
+
+def is_internal_address(text: str) -> bool:
+    """True for loopback, link-local, unspecified, multicast and metadata addresses, also as IPv6 forms of IPv4 ones."""
+    address = ipaddress.ip_address(text.partition("%")[0])
+    if isinstance(address, ipaddress.IPv6Address):
+        if address in _NAT64:
+            return is_internal_address(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
+        inner = address.ipv4_mapped or address.sixtofour
+        if inner is not None:
+            return is_internal_address(str(inner))
+    return (
+        address.is_loopback
+        or address.is_link_local
+        or address.is_unspecified
+        or address.is_multicast
+        or address in METADATA
+        or (address.version == 4 and address in _THIS_NETWORK)
+    )
+
+
+_NAT64 = ipaddress.ip_network("64:ff9b::/96")
+"""RFC 6052."""
+_THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")
+
+
+async def is_internal(host: str) -> bool:
+    """Whether a registry host (``name`` or ``name:port``) is, or now resolves to, an address that is internal.
+
+    False for a name that does not resolve: whoever connects will be told.
+    """
+    name, port = split_host(host)
+    if not name or is_loopback(name):
+        return True
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(name, port or 443, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return any(is_internal_address(str(address[0])) for *_, address in found)

@@ -1,0 +1,49 @@
+"""Which hosts an image's annotation must not make a node contact."""
+
+from __future__ import annotations
+
+import pytest
+
+from weenv.core.errors import BadReference
+from weenv.registry.config import RegistryConfig
+from weenv.registry.internal import is_internal, is_internal_address
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1", "127.200.3.4", "0.0.0.0", "0.1.2.3", "169.254.169.254", "169.254.0.1", "224.0.0.1", "168.63.129.16",
+        "100.100.100.200", "192.0.0.192", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00:ec2::254", "ff02::1",
+        "::ffff:127.0.0.1", "::ffff:169.254.169.254", "2002:7f00:1::", "64:ff9b::a9fe:a9fe",
+    ],
+)  # fmt: skip
+def test_internal(address: str) -> None:
+    assert is_internal_address(address)
+
+
+@pytest.mark.parametrize(
+    "address", ["10.0.0.1", "192.168.1.1", "172.16.0.1", "8.8.8.8", "100.64.0.1", "fd00::1", "2606:4700::1", "64:ff9b::808:808"]
+)
+def test_not_internal(address: str) -> None:
+    assert not is_internal_address(address)
+
+
+@pytest.mark.parametrize(
+    "host",
+    ["localhost", "localhost:5000", "x.localhost", "127.0.0.1:5000", "[::1]:5000", "127.1", "2130706433", "169.254.169.254"],
+)
+async def test_hosts_by_what_they_resolve_to(host: str) -> None:
+    assert await is_internal(host), "also in the forms that only the resolver understands"
+
+
+async def test_hosts_elsewhere() -> None:
+    assert not await is_internal("10.1.2.3:5000")
+    assert not await is_internal("no-such-name.invalid")
+
+
+def test_what_is_configured() -> None:
+    config = RegistryConfig(plain_http=frozenset({"a"}), tls=frozenset({"b:1"}), allow_sources=frozenset({"127.0.0.1"}))
+    assert all(config.is_configured(host) for host in ("a", "a:5", "b:1", "127.0.0.1", "127.0.0.1:5000"))
+    assert not any(config.is_configured(host) for host in ("b", "b:2", "127.0.0.2", "aa"))
+    with pytest.raises(BadReference):
+        RegistryConfig(allow_sources=frozenset({"https://x"}))

@@ -31,6 +31,8 @@ from weenv.environment import lifecycle
 from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes, run_mutations
 from weenv.environment.model import Plan
 from weenv.environment.node import Node, NodeConfig, load
+from weenv.environment.notlazy import LABEL as NOT_LAZY
+from weenv.environment.notlazy import NotLazyGroup, from_label
 from weenv.environment.rootfs import open_process_root, read_account_files, read_file, write_file
 from weenv.environment.spec import Limits, Options, parse_bind
 from weenv.environment.users import User, resolve_user
@@ -112,6 +114,11 @@ class AsyncEnvironment:
     def id(self) -> str:
         """Its name, for ``weenv exec`` and the others."""
         return self._container.id
+
+    @property
+    def not_lazy(self) -> list[NotLazyGroup]:
+        """The groups that are not in the lazy format, and what this node made of them; empty where all are lazy."""
+        return from_label(self._container.labels.get(NOT_LAZY, ""))
 
     async def __aenter__(self) -> AsyncEnvironment:
         return self
@@ -260,6 +267,11 @@ class Environment:
     def pid(self) -> int:
         """Process id of the first process, as this machine numbers it."""
         return self._inner.pid
+
+    @property
+    def not_lazy(self) -> list[NotLazyGroup]:
+        """See :attr:`AsyncEnvironment.not_lazy`."""
+        return self._inner.not_lazy
 
     def __enter__(self) -> Environment:
         return self

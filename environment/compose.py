@@ -326,8 +326,10 @@ class _Stacking:
         converted = layer.served is not None
         if not converted and not fresh:  # somebody else made it: the snapshot says how
             converted = TOC_ANNOTATION in (await self._snapshots.stat(chain)).labels
-        before = self._groups.get(layer.group, NotLazyGroup(layer.group))
         local = self._local.known(layer).served if converted else None
+        if converted and local is None:
+            return  # an image that was published lazily has the very same layer on this node
+        before = self._groups.get(layer.group, NotLazyGroup(layer.group))
         self._groups[layer.group] = replace(
             before,
             converted=before.converted + converted,

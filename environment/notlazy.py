@@ -68,14 +68,12 @@ def to_label(groups: Sequence[NotLazyGroup]) -> str:
         row.pop("seconds", None)
         if not row["reason"]:
             del row["reason"]
-    more = 0
-    while rows:
-        text = json.dumps([*rows, *([{"group": f"and {more} more"}] if more else [])], separators=(",", ":"))
+    for kept in range(len(rows), -1, -1):
+        rest = [{"group": f"and {len(rows) - kept} more"}] if kept < len(rows) else []
+        text = json.dumps([*rows[:kept], *rest], separators=(",", ":"))
         if len(text) <= _ROOM:
-            return text
-        rows.pop()
-        more += 1
-    return ""
+            break
+    return text if rows else ""
 
 
 def from_label(text: str) -> list[NotLazyGroup]:

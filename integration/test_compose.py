@@ -84,8 +84,8 @@ def on(node: Node, work: Any, namespace: str = "default") -> Any:
 def test_a_plan_starts_and_nothing_was_downloaded(node: Node, groups: Groups, registry: Registry) -> None:
     image = asyncio.run(compose(plan(groups.base, groups.repository, groups.tool, groups.over)))
     mark = registry.mark()
-    assert on(node, lambda ns: register(image, ns)) is True
-    assert on(node, lambda ns: register(image, ns)) is False, "composing twice is free"
+    assert on(node, lambda ns: register(image, ns)).new
+    assert not on(node, lambda ns: register(image, ns)).new, "composing twice is free"
     assert node.containerd.content() == {image.digest, image.config_digest}
     assert all(request.status == 206 for request in registry.requests(mark) if request.method == "GET"), "tails only"
     out = node.shell(
@@ -110,7 +110,7 @@ def test_the_same_plan_is_the_same_image_everywhere(groups: Groups) -> None:
 def test_every_namespace_and_cri_start_it(node: Node, groups: Groups) -> None:
     image = asyncio.run(compose(plan(groups.base, groups.tool)))
     for namespace in ("moby", "k8s.io"):
-        assert on(node, lambda ns: register(image, ns), namespace) is True
+        assert on(node, lambda ns: register(image, ns), namespace).new
         assert node.shell(image.name, "run there", namespace) == "tool there\n"
     with node.cri() as cri:
         node.expect("not.*lazy|unpacked")  # the pause image is an ordinary one

@@ -319,7 +319,8 @@ def test_killed_in_the_middle_of_a_conversion(bench: Bench, publish: Publisher, 
 def test_what_cannot_be_converted_is_unpacked_and_the_rest_stays_lazy(
     bench: Bench, publish: Publisher, repository: str, registry: Registry
 ) -> None:
-    acl = Member("opt/agent/acl", b"acl\n", mode=0o644, pax=xattr("system.posix_acl_access", ACL.decode(errors="surrogateescape")))
+    value = xattr("system.posix_acl_access", ACL.decode(errors="surrogateescape"))
+    acl = Member("opt/agent/acl", b"acl\n", pax=value)
     middle = publish.plain("acl", publish.layer("acl", [*harness("acl"), acl]))
     top = publish.lazy("above", publish.layer("above", [Member("testbed/.wh.code"), Member("opt/agent/last", b"last\n")]))
     plan = bench.plan("acl", publish.base, repository, middle, top)

@@ -4,15 +4,17 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
+FUZZ_SECONDS ?= 600
 KIT := PYTHONPATH=integration .venv/bin/python
 
-.PHONY: help setup test demo bench soak lint lock clean
+.PHONY: help setup test demo bench soak fuzz lint lock clean
 
 help:
 	@echo "sudo make demo    convert a real image, push it, start it lazily; a table against plain overlayfs"
 	@echo "sudo make test    all tests, with real containerd, runc and registry (PYTEST_ARGS=...)"
 	@echo "sudo make bench   the measured comparisons of docs/benchmarks.md (BENCH_ARGS=...)"
 	@echo "sudo make soak    long reliability runs"
+	@echo "sudo make fuzz    mutated tails, tars and texts, FUZZ_SECONDS (600) each"
 	@echo "sudo make setup   only install what these need; leaves the command at .venv/bin/weenv"
 	@echo "make lint         ruff, mypy and the import contract"
 	@echo "make lock         renew requirements.lock from pyproject.toml"
@@ -34,6 +36,12 @@ bench: setup
 soak: setup
 	$(KIT) -m weenv_testkit.prefetch
 	.venv/bin/python -m pytest -m soak $(PYTEST_ARGS)
+
+# Without coverage, all that is installed here; with atheris in the environment, run a target by itself (see its text).
+fuzz: setup
+	for target in tail tarscan text; do \
+		PYTHONPATH=integration nice -n 15 .venv/bin/python tests/fuzz/fuzz_$$target.py --seconds $(FUZZ_SECONDS) || exit 1; \
+	done
 
 lint: .venv/bin/ruff
 	.venv/bin/ruff check .

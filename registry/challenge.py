@@ -81,6 +81,14 @@ def token_request(
     A realm over plain HTTP is refused unless the registry itself is spoken to that way (``allow_plain``): it would get
     the password. Raises :class:`SourceError`.
     """
+    try:
+        return _token_request(challenge, scope, allow_plain, has_basic, identity_token)
+    except ValueError as error:  # no URL at all, or bytes that are no text
+        realm = challenge.params["realm"]
+        raise SourceError(f"the registry names an unusable token endpoint: {realm[:200]!r}") from error
+
+
+def _token_request(challenge: Challenge, scope: str, allow_plain: bool, has_basic: bool, identity_token: str) -> TokenRequest:
     realm = challenge.params["realm"]
     parts = urlsplit(realm)
     if parts.scheme not in ("https", "http") or not parts.hostname or parts.username is not None:
@@ -123,5 +131,5 @@ def parse_token(body: bytes, now: float) -> Token:
     lifetime = answer.get("expires_in")
     if not isinstance(lifetime, int | float) or isinstance(lifetime, bool) or not lifetime > 0:
         lifetime = MIN_LIFETIME
-    lifetime = min(float(lifetime), 86_400.0)
+    lifetime = float(min(lifetime, 86_400))
     return Token(value, now + lifetime - min(lifetime * REFRESH_MARGIN, REFRESH_MARGIN_MAX))

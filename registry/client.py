@@ -136,9 +136,13 @@ class RegistryClient:
     def next_hop(self, url: str, answer: aiohttp.ClientResponse, host: str, hops: int) -> str:
         """The URL that a redirect leads to. Raises SourceError for one that is not to be followed."""
         location = answer.headers.get("Location", "")
-        target = urljoin(url, location)
-        parts = urlsplit(target)
-        if not location or parts.scheme not in ("http", "https") or not parts.hostname:
+        try:
+            target = urljoin(url, location)
+            parts = urlsplit(target)
+            usable = bool(location) and parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        except ValueError:  # no address within the brackets, no such port
+            usable = False
+        if not usable:
             raise SourceError(f"{host} redirects to nowhere")
         if hops > MAX_HOPS:
             raise SourceError(f"{host} redirects more than {MAX_HOPS} times")

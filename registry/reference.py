@@ -184,7 +184,7 @@ def parse_layout(text: str) -> LayoutLocation:
         name, colon, tag = rest[base:].partition(":")
         if colon:
             if len(tag) > 255 or _REF_NAME.match(tag) is None:
-                raise BadReference(f"not a tag in {text!r}: {tag[:100]!r}")
+                raise BadReference(f"not a tag in {text[:300]!r}: {tag[:100]!r}")
             rest = rest[:base] + name
     if not rest or "\0" in rest:
         raise BadReference(f"no directory in {text!r}", hint="write oci:DIR or oci:DIR:TAG")

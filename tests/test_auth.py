@@ -77,9 +77,9 @@ def test_token_request_is_careful_with_passwords() -> None:
         token_request(plain, "repository:a:pull", allow_plain=False, has_basic=True)
     request = token_request(plain, "repository:a:pull repository:b:pull", allow_plain=True, has_basic=True)
     assert request.url == "http://t.example/token?service=s&scope=repository%3Aa%3Apull&scope=repository%3Ab%3Apull"
-    for realm in ("file:///etc/passwd", "https://", "https://u:p@h/x", "/token"):
+    for realm in ("file:///etc/passwd", "https://", "https://u:p@h/x", "/token", "https://[x", "https://h/\udc80"):
         with pytest.raises(SourceError, match="unusable"):
-            token_request(Challenge("bearer", {"realm": realm}), "x", allow_plain=True, has_basic=False)
+            token_request(Challenge("bearer", {"realm": realm, "service": realm}), "x", allow_plain=True, has_basic=False)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +92,14 @@ def test_bad_token_answers(body: bytes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("answer", "renew"), [({}, 54.0), ({"expires_in": 3600}, 3570.0), ({"expires_in": 10}, 9.0), ({"expires_in": "x"}, 54.0)]
+    ("answer", "renew"),
+    [
+        ({}, 54.0),
+        ({"expires_in": 3600}, 3570.0),
+        ({"expires_in": 10}, 9.0),
+        ({"expires_in": "x"}, 54.0),
+        ({"expires_in": 10**400}, 86_370.0),
+    ],
 )
 def test_tokens_are_renewed_before_they_expire(answer: dict[str, object], renew: float) -> None:
     token = parse_token(json.dumps({"token": "t", **answer}).encode(), 0.0)

@@ -235,7 +235,7 @@ async def test_storage_faults_are_retried() -> None:
             assert await r.blob.read(0, 1000) == BLOB[:1000]
 
 
-@pytest.mark.parametrize("location", ["", "ftp://h/x", "javascript:0"])
+@pytest.mark.parametrize("location", ["", "ftp://h/x", "javascript:0", "http://[x", "http://h:99999/", "https://h:0/"])
 async def test_redirect_to_nowhere(location: str) -> None:
     async with SimulatedRegistry() as sim:
         sim.script.append(simulated.redirect(location))

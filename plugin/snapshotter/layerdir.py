@@ -29,7 +29,7 @@ from typing import Any
 
 from weenv.core import digest as digests
 from weenv.core.atomic import write_atomic
-from weenv.core.errors import FormatError
+from weenv.core.errors import BadReference, FormatError
 
 MUTATIONS = "mutations"
 """``<root>/mutations``: an OCI layout of layers that this node made itself (environment/mutate/cache.py)."""
@@ -79,8 +79,13 @@ class LayerSource:
             source = cls(origins=origins, **raw)
             digests.check_digest(source.digest)
             digests.check_digest(source.toc_digest)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise FormatError(f"source.json cannot be read: {error}") from error
+            sizes = source.size, source.toc_offset, source.toc_length
+            if any(type(size) is not int or size < 0 for size in sizes) or sum(sizes[1:]) != source.size:
+                raise ValueError("sizes that do not fit each other")
+            if any(type(text) is not str or "\0" in text for origin in source.origins for text in asdict(origin).values()):
+                raise ValueError("an origin that is no text")
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError, BadReference) as error:
+            raise FormatError(f"source.json cannot be read: {str(error)[:300]!r}") from error
         return source
 
 

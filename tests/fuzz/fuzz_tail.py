@@ -1,22 +1,19 @@
 """Fuzz target: a layer's tail as a registry may send it.
 
-With atheris: ``python tests/fuzz/fuzz_tail.py [CORPUS] -max_total_time=600``. Without it,
-``python tests/fuzz/fuzz_tail.py --runs N`` makes N deterministic mutations of a sound tail; ``tests/test_fuzz_tail.py``
-runs a short pass of that.
+``make fuzz`` runs all targets; weenv_testkit/fuzzing.py says how to run one. tests/test_fuzz_tail.py runs a short pass.
 
 Whatever the bytes are, the parsers return or raise FormatError, and what they return can be used.
 """
 
 from __future__ import annotations
 
-import argparse
 import hashlib
 import io
 import random
 import struct
-import sys
 import tarfile
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import zstandard
@@ -27,11 +24,7 @@ from weenv.layer.encode import encode_layer
 from weenv.layer.limits import Limits
 from weenv.layer.tail import TOC_FRAME_MAGIC, build_tail, decode_frames, locate_tail, parse_tail
 from weenv.layer.zframe import skippable
-
-try:
-    import atheris
-except ImportError:
-    atheris = None
+from weenv_testkit import fuzzing
 
 LIMITS = Limits(max_entries=100_000, max_frames=100_000, max_toc_content=32 << 20, max_toc_compressed=8 << 20)
 """Small enough that no single input takes long."""
@@ -167,29 +160,21 @@ def run(runs: int, seed: int = 1) -> tuple[int, str]:
     return accepted, seen.hexdigest()
 
 
-def mutator(data: bytes, max_size: int, seed: int) -> bytes:
-    """atheris' custom mutator: half of its own mutations, half of ours, which get past framing and compression."""
+SEED = seed_blob()
+
+
+def mutator(atheris: Any, data: bytes, max_size: int, seed: int) -> bytes:
+    """Half of atheris' own mutations, half of ours, which get past framing and compression."""
     if seed % 2:
         return bytes(atheris.Mutate(data, max_size))
     return mutations(seed, SEED)()[:max_size]
 
 
-SEED = seed_blob()
-
-
-def main() -> None:
-    if atheris is None or "--runs" in sys.argv:
-        arguments = argparse.ArgumentParser(description=__doc__)
-        arguments.add_argument("--runs", type=int, default=20_000)
-        arguments.add_argument("--seed", type=int, default=1)
-        options = arguments.parse_args()
-        accepted, digest = run(options.runs, options.seed)
-        print(f"{options.runs} inputs, {accepted} of them sound TOCs, {digest[:16]}")
-        return
-    atheris.instrument_all()
-    atheris.Setup(sys.argv, one_input, custom_mutator=mutator)
-    atheris.Fuzz()
+def told(runs: int, seed: int) -> str:
+    """:func:`run` with its result in words."""
+    accepted, digest = run(runs, seed)
+    return f"{accepted} of them sound TOCs, {digest[:16]}"
 
 
 if __name__ == "__main__":
-    main()
+    fuzzing.main(__doc__, one_input, told, mutator)

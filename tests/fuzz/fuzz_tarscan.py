@@ -1,7 +1,6 @@
 """Fuzz target: the tar scan and the tree it makes.
 
-With atheris (coverage-guided, endless):  ``python tests/fuzz/fuzz_tarscan.py [libFuzzer options] [corpus]``
-Without it, or with ``--runs N [--seed S]``: N mutations of archives that use every feature, the same ones each time.
+``make fuzz`` runs all targets; weenv_testkit/fuzzing.py says how to run one.
 
 Whatever the bytes, the scan ends with columns that keep the TOC's promises, or with a FormatError; fed in pieces it
 comes to the same end.
@@ -9,11 +8,11 @@ comes to the same end.
 
 from __future__ import annotations
 
-import argparse
 import io
 import random
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from weenv.core.errors import FormatError
 from weenv.layer.limits import Limits
 from weenv.layer.toc import CHAR, DIRECTORY, FILE, FLAG_SPARSE, HARDLINK, NO_DATA, SYMLINK
 from weenv.layer.tree import Scan, scan_tar
-from weenv_testkit import rawtar
+from weenv_testkit import fuzzing, rawtar
 
 LIMITS = Limits(max_entries=2000, max_pax_header=1 << 16, max_sparse_chunks=2000, max_stream=1 << 40)
 
@@ -189,23 +188,16 @@ def run(count: int, seed: int, target: Callable[[bytes], None] = one_input) -> N
             pool.append(data)
 
 
-def main() -> None:
-    """Run with atheris where it is there and no ``--runs`` is given."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int)
-    parser.add_argument("--seed", type=int, default=1)
-    arguments, rest = parser.parse_known_args()
-    try:
-        import atheris  # type: ignore[import-not-found]
-    except ImportError:
-        atheris = None
-    if arguments.runs is not None or atheris is None:
-        run(arguments.runs or 20_000, arguments.seed)
-        return
-    atheris.instrument_all()
-    atheris.Setup([sys.argv[0], *rest], one_input)
-    atheris.Fuzz()
+SEEDS = seeds()
+
+
+def mutator(atheris: Any, data: bytes, max_size: int, seed: int) -> bytes:
+    """Half of atheris' own mutations, half of ours, which put checksums right; now and then an archive with every feature."""
+    if seed % 2:
+        return bytes(atheris.Mutate(data, max_size))
+    random_ = random.Random(seed)
+    return mutate(random_.choice(SEEDS) if random_.random() < 0.1 or not data else data, random_)[:max_size]
 
 
 if __name__ == "__main__":
-    main()
+    fuzzing.main(__doc__, one_input, run, mutator)

@@ -56,8 +56,8 @@ class LayerFacts:
             raw = json.loads(data)
             implied = tuple(Implied(int(entry), bytes.fromhex(path), int(at)) for entry, path, at in raw["implied"])
             return cls(str(raw["diffId"]), implied)
-        except (ValueError, TypeError, KeyError) as error:
-            raise FormatError(f"facts.json cannot be read: {error}") from error
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            raise FormatError(f"facts.json cannot be read: {str(error)[:300]!r}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +129,8 @@ def decode_attributes(text: str) -> dict[int, DirAttributes]:
         for entry, mode, uid, gid, mtime, mtime_ns, xattrs in json.loads(text):
             pairs = tuple((bytes.fromhex(name), bytes.fromhex(value)) for name, value in xattrs)
             found[int(entry)] = DirAttributes(int(mode), int(uid), int(gid), int(mtime), int(mtime_ns), pairs)
-    except (ValueError, TypeError) as error:
-        raise FormatError(f"stored attributes of implied directories cannot be read: {error}") from error
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise FormatError(f"stored attributes of implied directories cannot be read: {str(error)[:300]!r}") from error
     return found
 
 

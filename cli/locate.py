@@ -18,6 +18,10 @@ from weenv.registry.manifest import Descriptor, Index, Manifest, parse_manifest
 from weenv.registry.reference import LayoutLocation, Reference, parse_location
 from weenv.registry.source import BlobSource, open_source
 
+_PATHS = ("/", "./", "../", "~/")
+_FILES = (".tar", ".zst", ".tzst", ".gz", ".tgz", ".xz", ".bz2", ".layer", ".blob", ".bin")
+"""What no image's name ends with, and files' names do."""
+
 
 @dataclass(slots=True)
 class FoundLayer:
@@ -35,6 +39,7 @@ async def find_layers(client: RegistryClient, text: str, platform: str = "") -> 
 
     Raises BadReference, SourceError, FormatError.
     """
+    _check_file(text)
     if os.path.exists(text) and not os.path.isdir(text):
         origin = Origin("file", path=os.path.abspath(text))
         return [FoundLayer(text, "", open_source(client, origin, "", os.path.getsize(text)), origin, None)]
@@ -45,6 +50,17 @@ async def find_layers(client: RegistryClient, text: str, platform: str = "") -> 
     if isinstance(location, LayoutLocation):
         return _from_layout(client, location, platform, text)
     return await _from_registry(client, location, platform, text)
+
+
+def _check_file(text: str) -> None:
+    """Raises where ``text`` is a file's name by its looks, and there is no such file; or a directory's without ``oci:``."""
+    first, _, rest = text.partition("/")
+    host = bool(rest) and first not in (".", "..") and ("." in first or ":" in first or first == "localhost")
+    if os.path.isdir(text) and not host:
+        hint = f"for an OCI image layout write oci:{text.rstrip('/') or '/'}; for an image of that name say its registry too"
+        raise BadReference(f"{text} is a directory", hint=hint)
+    if not os.path.lexists(text) and (text.startswith(_PATHS) or (text.endswith(_FILES) and not host)):
+        raise NotFoundInSource(f"no such file: {text}", hint="name a layer file, oci:DIR[:TAG], or an image in a registry")
 
 
 def _from_layout(client: RegistryClient, location: LayoutLocation, platform: str, text: str) -> list[FoundLayer]:

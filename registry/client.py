@@ -146,7 +146,8 @@ class RegistryClient:
             raise SourceError(f"{host} redirects to nowhere")
         if hops > MAX_HOPS:
             raise SourceError(f"{host} redirects more than {MAX_HOPS} times")
-        if parts.scheme == "http" and urlsplit(url).scheme == "https" and not self.config.is_plain(parts.netloc):
+        plain = self.config.is_plain(parts.netloc) and self.config.is_configured(parts.netloc)  # loopback is not by itself
+        if parts.scheme == "http" and urlsplit(url).scheme == "https" and not plain:
             raise SourceError(
                 f"{host} redirects from TLS to plain HTTP at {parts.netloc}",
                 hint="list that host as plain HTTP if this is meant",

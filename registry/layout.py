@@ -34,6 +34,7 @@ from weenv.core.errors import (
     StorageError,
     VerificationError,
 )
+from weenv.core.regular import regular
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.manifest import MAX_MANIFEST, OCI_INDEX, REF_NAME, Descriptor, Index, parse_manifest
 
@@ -56,7 +57,7 @@ class Layout:
     def check(self) -> None:
         """Raise NotFoundInSource or FormatError unless the directory is a layout of a known version."""
         try:
-            with open(os.path.join(self.path, "oci-layout"), "rb") as file:
+            with open(os.path.join(self.path, "oci-layout"), "rb", opener=regular) as file:
                 _, raw = parse_object(file.read(4097), f"{self.path}/oci-layout", 4096)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundInSource(
@@ -71,7 +72,7 @@ class Layout:
         """The parsed ``index.json``. Raises SourceError or FormatError."""
         name = os.path.join(self.path, "index.json")
         try:
-            with open(name, "rb") as file:
+            with open(name, "rb", opener=regular) as file:
                 data = file.read(MAX_MANIFEST + 1)
         except FileNotFoundError as error:
             raise NotFoundInSource(f"{self.path} has no index.json") from error
@@ -120,7 +121,7 @@ class Layout:
         if descriptor.size > limit:
             raise FormatError(f"larger than {limit} bytes", member=descriptor.digest)
         try:
-            with open(self.blob_path(descriptor.digest), "rb") as file:
+            with open(self.blob_path(descriptor.digest), "rb", opener=regular) as file:
                 data = file.read(descriptor.size + 1)
         except FileNotFoundError as error:
             raise NotFoundInSource(f"{self.path} does not hold {descriptor.digest}") from error
@@ -135,7 +136,7 @@ class Layout:
         """Read a whole blob, check size and digest, return its path. Raises SourceError, VerificationError."""
         path = self.blob_path(descriptor.digest)
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 if os.fstat(file.fileno()).st_size != descriptor.size:
                     raise VerificationError("size differs from its descriptor", member=descriptor.digest)
                 have = "sha256:" + hashlib.file_digest(file, "sha256").hexdigest()
@@ -212,7 +213,7 @@ class Layout:
 
     @contextmanager
     def _locked(self) -> Iterator[BinaryIO]:
-        with open(os.path.join(self.path, "oci-layout"), "rb") as file:
+        with open(os.path.join(self.path, "oci-layout"), "rb", opener=regular) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
             yield file
 

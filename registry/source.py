@@ -9,6 +9,7 @@ from typing import Protocol
 
 from weenv.core import digest as digests
 from weenv.core.errors import NotFoundInSource, SourceError
+from weenv.core.regular import regular
 from weenv.registry.client import RegistryClient
 from weenv.registry.ranged import RegistrySource
 
@@ -54,7 +55,7 @@ class FileSource:
     def __init__(self, path: str) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._fd = regular(path, os.O_RDONLY)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise NotFoundInSource(f"no such file: {path}") from error
         except OSError as error:

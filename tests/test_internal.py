@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
-from weenv.core.errors import BadReference
+from weenv.core.errors import BadReference, SourceError
+from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.internal import is_internal, is_internal_address
 
@@ -47,3 +51,17 @@ def test_what_is_configured() -> None:
     assert not any(config.is_configured(host) for host in ("b", "b:2", "127.0.0.2", "aa"))
     with pytest.raises(BadReference):
         RegistryConfig(allow_sources=frozenset({"https://x"}))
+
+
+async def test_a_redirect_from_tls_does_not_lead_to_this_node() -> None:
+    def hop(client: RegistryClient, target: str) -> str:
+        answer: Any = SimpleNamespace(headers={"Location": target})
+        return client.next_hop("https://registry.example/v2/x/blobs/sha256:0", answer, "registry.example", 1)
+
+    async with RegistryClient(RegistryConfig()) as client:
+        for target in ("http://127.0.0.1:8080/x", "http://localhost/x", "http://169.254.169.254/latest/meta-data"):
+            with pytest.raises(SourceError, match="from TLS to plain HTTP"):
+                hop(client, target)
+        assert hop(client, "https://storage.example/x") == "https://storage.example/x"
+    async with RegistryClient(RegistryConfig(plain_http=frozenset({"127.0.0.1:8080"}))) as client:
+        assert hop(client, "http://127.0.0.1:8080/x") == "http://127.0.0.1:8080/x"

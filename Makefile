@@ -10,7 +10,7 @@ KIT := PYTHONPATH=integration .venv/bin/python
 .PHONY: help setup test demo bench soak fuzz lint lock clean
 
 help:
-	@echo "sudo make demo    convert a real image, push it, start it lazily; a table against plain overlayfs"
+	@echo "sudo make demo    convert a real image, start it lazily, against plain overlayfs; compose a task and grade it"
 	@echo "sudo make test    all tests, with real containerd, runc and registry (PYTEST_ARGS=...)"
 	@echo "sudo make bench   the measured comparisons of docs/benchmarks.md (BENCH_ARGS=...)"
 	@echo "sudo make soak    long reliability runs"

@@ -6,6 +6,9 @@ import json
 import statistics
 from typing import Any
 
+from weenv_bench.image import BenchError
+from weenv_bench.taskparts import COLUMNS, cells
+
 _HOW = """
 ## How it is measured
 
@@ -29,6 +32,24 @@ measured in the same run on the same machine.
 - **All local**: both snapshotters on one node, every layer complete; commands run inside the containers' namespaces
   by nsenter, cold after `drop_caches`, warm the best of the next ones; the order alternates. The noise beside a
   figure is half the spread of the middle half of overlayfs' own runs.
+- **Tasks**: {tasks} tasks that swesmith's generators make of three PyPI source archives (boltons, sqlparse, tinydb), each a
+  patch after which a test of the repository fails; two harnesses (claude-code from npm, mini-swe-agent from PyPI), pytest
+  as evaluator, Debian with Python below. Built by script, in the registry by `weenv group build`; registry and node share
+  the machine.
+- **Strategies**: real images with gzip -6 layers, pushed to a registry of their own, which is then weighed; blobs are
+  stored once there however many images name them. "Each by itself" adds up every image's layers, config and manifest, as a
+  node without any of them pulls it. A layer that a build step installs has the time of its build in it, so it is another
+  one at each build, unless the build cache has that step below an unchanged image; of a build we do no more than copying,
+  packing and pushing, on all cores, so its times are the least that a rebuild takes. Plans ({tasks} x 2 small files) are
+  counted with none of them: the patch has to be somewhere in the second and third strategy.
+- **Update of a harness**: the next release of claude-code. Plans of all repositories are started before and, once the
+  node's minute of believing a tag is over, after it: what runs must be the new version, down to the program's digest.
+- **Compose**: plan to an image that containerd has, within one process, one after the other, every plan another one. In
+  brackets the middle four fifths of the single measurements, here and elsewhere.
+- **Mutation**: patches of ten lines in 40 files over the benchmark image's repository, each file once (frames fetched),
+  then once more with another patch. Bytes as the registry counts them.
+- **weenv run / ctr run**: turns, the same containerd, runc and layers (unpacked for overlayfs on ctr's side).
+- **Resolving**: tags of 1 000 manifests and configs of their own in docker-registry, which needs most of the time.
 - **Memory**: proportional set size (`smaps_rollup`) of every process of both daemons; for the converter the peak of
   the process tree.
 """
@@ -43,6 +64,8 @@ def write(source: str, target: str) -> None:
     with open(source) as file:
         data = json.load(file)
     machine, facts = data["machine"], data["facts"]
+    if "image" not in facts:
+        raise BenchError(f"{source} has nothing of the image: measure all parts before making the page")
     image, link = facts["image"], facts.get("link", {})
     busy = facts.get("busy", {})
     lines = [
@@ -56,20 +79,42 @@ def write(source: str, target: str) -> None:
     ]  # fmt: skip
     for row in data["rows"]:
         what = row["what"].strip() if not row["what"].startswith("  ") else "… " + row["what"].strip()
-        lines.append(f"| {what} | {row['target']} | {row['measured']} | {'ok' if row['ok'] else '**missed**'} |")
-    lines += ["", *_series(data["rows"])]
+        lines.append(f"| {what} | {row['target']} | {row['measured']} | {_verdict(row)} |")
+    lines += ["", *_strategies(data["rows"]), *_series(data["rows"])]
     lines += _HOW.format(
-        minutes=40, files=image["files"], unpacked=_mb(image["unpacked"]), gzip=_mb(image["gzip"]), zstd=_mb(image["zstd"]),
+        minutes=50, files=image["files"], unpacked=_mb(image["unpacked"]), gzip=_mb(image["gzip"]), zstd=_mb(image["zstd"]),
         weenv=_mb(image.get("weenv", 0)),
+        tasks=_detail(data["rows"], "strategies").get("tasks", 0),
         mbit=link.get("mbit_per_s", 0), rtt=link.get("round_trip_ms", 0), cpu=link.get("cpu_share", 0),
     ).splitlines()  # fmt: skip
     with open(target, "w") as file:
         file.write("\n".join(lines) + "\n")
 
 
+def _verdict(row: dict[str, Any]) -> str:
+    if not row["target"]:
+        return ""
+    return "ok" if row["ok"] else "**missed**"
+
+
+def _detail(rows: list[dict[str, Any]], part: str) -> dict[str, Any]:
+    return next((row["detail"] for row in rows if row["part"] == part and row["detail"]), {})
+
+
+def _strategies(rows: list[dict[str, Any]]) -> list[str]:
+    detail = _detail(rows, "strategies")
+    if not detail:
+        return []
+    lines = [f"## {detail['tasks']} tasks x {detail['harnesses']} harnesses", "", f"| {' | '.join(COLUMNS)} |"]
+    lines.append("|---|" + "---:|" * (len(COLUMNS) - 1))
+    lines += [f"| {' | '.join(cells(line))} |".replace("*", "\\*") for line in detail["strategies"]]
+    lines += ["", *(f"\\* {line['extrapolated']}." for line in detail["strategies"] if line["extrapolated"]), ""]
+    return lines
+
+
 def _series(rows: list[dict[str, Any]]) -> list[str]:
-    detail = next((row["detail"] for row in rows if row["part"] == "series" and row["detail"]), None)
-    if detail is None:
+    detail = _detail(rows, "series")
+    if not detail:
         return []
     names = list(detail)
     steps = list(detail[names[0]][0]["steps"])

@@ -331,7 +331,11 @@ def main(arguments: list[str] | None = None) -> int:
             return 1
         code = _measure(options, path)
     if options.docs:
-        docs.write(path, options.docs)
+        try:
+            docs.write(path, options.docs)
+        except (BenchError, OSError) as error:
+            print(f"bench: {error}", file=sys.stderr)
+            return 1
     return code
 
 

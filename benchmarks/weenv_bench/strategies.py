@@ -303,12 +303,13 @@ def measure(stage: Stage) -> dict[str, Any]:
     ours = {"name": "groups, plans, mutations", "artifacts": stage.artifacts, "whole": stage.stored.size,
             "stored": stage.stored.size}  # fmt: skip
     rows: list[dict[str, Any]] = []
-    for name, work in (
-        ("an image per task and harness; harness on top of the task", lambda: harness_last(stage, "npm", 1)),
-        ("… the same, task on top, build cache", lambda: task_last(stage, "npm", reproducible=False)),
-        ("… the same, every layer reproducible", lambda: task_last(stage, "npm", reproducible=True)),
-        ("an image per repository and harness", lambda: per_repository(stage, "npm")),
-    ):
+    strategies: list[tuple[str, Callable[[], Cost]]] = [
+        ("an image per task and harness; harness on top of the task", partial(harness_last, stage, "npm", 1)),
+        ("… the same, task on top, build cache", partial(task_last, stage, "npm", reproducible=False)),
+        ("… the same, every layer reproducible", partial(task_last, stage, "npm", reproducible=True)),
+        ("an image per repository and harness", partial(per_repository, stage, "npm")),
+    ]
+    for name, work in strategies:
         cost = work()
         say(f"{name}: {cost}")
         rows.append({

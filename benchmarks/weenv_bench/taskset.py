@@ -112,6 +112,7 @@ class Stage:
         self._node: Node | None = None
         self.blobs = f"{self.directory}/blobs"
         self._plain: dict[str, Blob] = {}
+        self.config = ""
         os.mkdir(self.blobs)
         os.mkdir(f"{self.directory}/registry")
         self.registry = Registry(f"{self.directory}/registry")
@@ -141,12 +142,7 @@ class Stage:
             os.mkdir(f"{self.directory}/n")
             self._node = Node("2.1", f"{self.directory}/n", registry=self.registry.host)
             self._node.start()
-            with open(self._node.config) as file:
-                text = file.read()
-            containerd = self._node.containerd
-            with open(self.config, "w") as file:
-                file.write(f'{text}[run]\naddress = "{containerd.socket}"\ncgroup = "{containerd.cgroup}"\n')
-                file.write(f'runtime = "{tools.runc()}"\n')
+            self.config = self._node.run_config()
         return self._node
 
     def plain(self, name: str) -> Blob:
@@ -154,11 +150,6 @@ class Stage:
         if name not in self._plain:
             self._plain[name] = compressed(self.tars[name], self.blobs)
         return self._plain[name]
-
-    @property
-    def config(self) -> str:
-        """The configuration file for ``weenv run`` and the like on the node."""
-        return f"{self.directory}/run.toml"
 
     def plan(self, task: Task, harness: str, *patches: str, name: str = "") -> str:
         """Path of a new plan's file, with the task's patch where none is given."""

@@ -1,4 +1,5 @@
-"""``make demo``: a real image is converted, pushed to a real registry and started lazily by a real containerd.
+"""``make demo``: a real image is converted, pushed to a real registry and started lazily by a real containerd; then a task
+is put together of layer groups, a plan and a mutation, and graded.
 
 Everything runs beside what the machine runs: own registry, own containerd 2.x, own daemons, in one temporary directory
 that is gone afterwards. What each step cost is shown against plain overlayfs on the same containerd, from the same
@@ -25,7 +26,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from weenv_testkit import images, tools
+from weenv_testkit import images, tasks, tools
+from weenv_testkit.demo_tasks import REPOSITORY, TaskDemo
 from weenv_testkit.fetch_tools import TOOLS
 from weenv_testkit.images import Layout
 from weenv_testkit.node import SNAPSHOTTER, Node
@@ -158,12 +160,19 @@ class Demo:
                 overlay = self.try_it(node, registry, plain, "overlayfs", overlay_root)
             with self.step("weenv: pull, then the same four containers"):
                 ours = self.try_it(node, registry, lazy, SNAPSHOTTER, node.root)
+
+            say("[bold]4. A task: components published apart, met when it starts[/bold]")
+            with self.step(f"tasks made of {tasks.REPOSITORIES[REPOSITORY][0]} by swesmith (cached after the first time)"):
+                made = tasks.load({REPOSITORY: 1})
+            task = TaskDemo(self.console, self.work, registry, node)
+            task.main(made)
             complaints = node.complaints()
             if complaints:
                 raise Failed("the daemons complained:\n" + "\n".join(complaints))
             with self.step("everything stopped, unmounted and removed"):
                 stack.close()
         self.show(overlay, ours, sizes, unpacked)
+        task.show()
 
     def show(self, overlay: Cost, ours: Cost, sizes: dict[str, int], unpacked: int) -> None:
         """The table."""

@@ -62,9 +62,10 @@ WANTED = (
     # Debian 13's containerd and the newest one there is (2.x) need glibc 2.34 only, so they run anywhere as they are.
     Tool("containerd-1.7", ("trixie",), ("containerd",), CONTAINERD),
     Tool("containerd-2", ("sid",), ("containerd",), CONTAINERD),
-    # Not installed by apt-get: runc would drive out docker-ce's containerd.io, docker-registry would start a service.
+    # Not installed by apt-get: runc would drive out docker-ce's containerd.io, docker-registry and nginx would start services.
     Tool("runc", (".",), ("runc",), ("runc",)),
     Tool("registry", (".",), ("docker-registry",), ("docker-registry",)),
+    Tool("nginx", (".",), ("nginx",), ("nginx",)),
     Tool("busybox", (".",), ("busybox-static",), ("busybox",)),
     Tool(
         "erofs",

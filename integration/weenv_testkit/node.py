@@ -137,6 +137,14 @@ class Node:
         self.containerd = Containerd(line, os.path.join(home, "c"), registry=registry, proxies=[proxy], snapshotter=SNAPSHOTTER)
         self._expected: list[re.Pattern[str]] = []
 
+    def run_config(self, namespace: str = "default") -> str:
+        """Write a configuration for ``weenv run`` and the like on this node; its path."""
+        path = os.path.join(self.home, "run.toml")
+        with open(self.config) as source, open(path, "w") as file:
+            file.write(f'{source.read()}[run]\naddress = "{self.containerd.socket}"\nnamespace = "{namespace}"\n')
+            file.write(f'cgroup = "{self.containerd.cgroup}"\nruntime = "{tools.runc()}"\n')
+        return path
+
     @property
     def line(self) -> str:
         """``1.7`` or ``2.1``."""

@@ -35,6 +35,11 @@ def docker_registry() -> str:
     return tool("registry", "docker-registry")
 
 
+def nginx() -> str:
+    """Debian's nginx: serves blobs to which a registry redirects."""
+    return tool("nginx", "nginx")
+
+
 def busybox() -> str:
     """A static busybox, the whole content of hand-made images."""
     return os.path.realpath(tool("busybox", "busybox"))

@@ -133,6 +133,18 @@ def bench(module_bench: Bench, node: Node) -> Iterator[Bench]:
 # -- the command line -------------------------------------------------------------------------------------------------
 
 
+def test_exec_where_the_command_has_ended_says_so(bench: Bench) -> None:
+    name = bench.ok("run", "-d", "--entrypoint", "sh", bench.plan).strip()  # a shell without input ends at once
+    rows = lambda: json.loads(bench.ok("ps", "--all", "--json"))  # noqa: E731
+    wait_until("its end", lambda: next(row for row in rows() if row["name"] == name)["status"] == "stopped")
+    done = bench.call("exec", name, "--", "true")
+    assert done.returncode == 1
+    said = done.stderr.decode()
+    assert said.splitlines()[0] == f"weenv: {name} has exited (0): its command ended"
+    assert "sleep infinity" in said
+    bench.ok("rm", name)
+
+
 def test_run_gives_streams_and_exit_codes(bench: Bench) -> None:
     assert bench.ok("run", "--rm", bench.plan) == "default 17\n"
     done = bench.call("run", "--rm", bench.plan, "--", "sh", "-c", "echo out; echo err >&2; pwd; exit 42")

@@ -5,6 +5,7 @@
     <root>/converted/                   a LayerStore (layerstore.py); blobfs serves its blobs
         work/<key>.lock                 held (flock) by the process that converts the layer, or has it unpacked
         work/<key>.in, <key>.out        the layer as fetched, the blob as it grows; gone when the lock is
+        work/<key>.keep                 the layer as fetched, which could not be converted and is to be unpacked
 
 The key is of source layer, diffID and format. Who finds the lock taken waits, and then finds the result. A process that
 dies lets the lock go; the next one to work here removes what it left, so nothing half made is ever read. The fetched blob
@@ -58,14 +59,15 @@ def _silent(_label: str) -> Iterator[Report]:
 
 
 @dataclass
-class _Meter:
-    """Bytes done of several layers, for one bar."""
+class Meter:
+    """Bytes done of one or several layers, for one bar."""
 
     report: Report
     total: int
     done: int = 0
 
     def step(self, count: int) -> None:
+        """So many more."""
         self.done += count
         self.report(self.done, self.total)
 
@@ -81,7 +83,7 @@ class NodeLayers:
         self.config = config
         self.store = LayerStore(root, CONVERTED, limit=config.converted_limit)
         self.converted: dict[str, float] = {}
-        self._show: Show = show or _silent
+        self.show: Show = show or _silent
         self._work = os.path.join(self.store.path, "work")
         self._flights: SingleFlight[str, Entry] = SingleFlight()
         self._slots = asyncio.Semaphore(_JOBS)
@@ -116,8 +118,8 @@ class NodeLayers:
             return tuple(found)
         groups = sorted({layer.group for layer in todo.values()})
         label = f"converting {groups[0]}" + (f" and {len(groups) - 1} more" if len(groups) > 1 else "")
-        with self._show(label) as report:
-            meter = _Meter(report, 2 * sum(layer.ref.size for layer in todo.values()))
+        with self.show(label) as report:
+            meter = Meter(report, 2 * sum(layer.ref.size for layer in todo.values()))
             made = await gather_all(*(self._convert(key, layer, meter) for key, layer in todo.items()))
         entries = dict(zip(todo, made, strict=True))
         return tuple(self._with(layer, entries[key_of(layer)]) if key_of(layer) in entries else layer for layer in found)
@@ -129,10 +131,10 @@ class NodeLayers:
 
     # -- converting
 
-    async def _convert(self, key: str, layer: StackedLayer, meter: _Meter) -> Entry:
+    async def _convert(self, key: str, layer: StackedLayer, meter: Meter) -> Entry:
         return await self._flights.do(key, lambda: self._once(key, layer, meter))
 
-    async def _once(self, key: str, layer: StackedLayer, meter: _Meter) -> Entry:
+    async def _once(self, key: str, layer: StackedLayer, meter: Meter) -> Entry:
         async with self._slots, self.locked(key) as place:
             entry = await asyncio.to_thread(self.store.find, key)
             if entry is None:
@@ -148,7 +150,7 @@ class NodeLayers:
                 )  # fmt: skip
             return entry
 
-    async def _work_on(self, key: str, layer: StackedLayer, place: str, meter: _Meter) -> Entry:
+    async def _work_on(self, key: str, layer: StackedLayer, place: str, meter: Meter) -> Entry:
         from weenv.converter.options import ConvertOptions
         from weenv.converter.pipeline import encode_file
         from weenv.registry.threads import in_thread
@@ -170,6 +172,8 @@ class NodeLayers:
         except FormatError as error:  # not tampered with, for it has its digest: something we cannot represent
             entry = Entry(None, " ".join(str(error).split())[:500])
             await asyncio.to_thread(self.store.put, key, None, reason=entry.reason)
+            if path == f"{place}.in":
+                os.rename(path, f"{place}.keep")
             return entry
         if encoded.diff_id != layer.ref.diff_id:
             raise wrong_content(layer, encoded.diff_id)
@@ -202,6 +206,8 @@ class NodeLayers:
         if size > self.config.max_layer:
             raise self.too_much(layer, LimitError(f"{size} bytes"))
         self._check_room(size)
+        if await asyncio.to_thread(_take_kept, layer, path):
+            return path
         place = LayoutEnd(LayoutLocation(layer.repository)) if not layer.host else None
         source = place or RegistryEnd(self.client, Reference(layer.host, layer.repository))
         try:
@@ -270,13 +276,27 @@ def _try_lock(path: str) -> int | None:
     return None
 
 
+def _take_kept(layer: StackedLayer, path: str) -> bool:
+    """Make what an attempt at converting the layer has fetched the file at ``path``, where it is there and whole."""
+    kept = path.removesuffix(".in") + ".keep"
+    try:
+        with open(kept, "rb") as file:
+            whole = "sha256:" + hashlib.file_digest(file, "sha256").hexdigest() == layer.ref.digest
+    except OSError:
+        return False
+    if whole:
+        os.rename(kept, path)
+    _unlink(kept)
+    return whole
+
+
 def _clear_dead(work: str) -> None:
     """Remove the files of processes that died."""
     for name in sorted({name.partition(".")[0] for name in os.listdir(work)}):
         place = os.path.join(work, name)
         fd = _try_lock(f"{place}.lock")
         if fd is not None:
-            _unlink(f"{place}.in", f"{place}.out", f"{place}.lock")
+            _unlink(f"{place}.in", f"{place}.out", f"{place}.keep", f"{place}.lock")
             os.close(fd)
 
 

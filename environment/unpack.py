@@ -17,7 +17,7 @@ import threading
 from weenv.converter.decompress import TarStream
 from weenv.core.errors import FormatError, LimitError
 from weenv.environment.compose import StackedLayer, temporary_key
-from weenv.environment.nodelayers import NodeLayers, key_of, wrong_content
+from weenv.environment.nodelayers import Meter, NodeLayers, key_of, wrong_content
 from weenv.plugin.containerd.client import ContainerdError, Namespaced, Snapshots
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF, Descriptor
 from weenv.registry.threads import Cancelled, in_thread
@@ -77,7 +77,8 @@ async def _store(layer: StackedLayer, place: str, leased: Namespaced, local: Nod
         if info.labels.get(LABEL_UNCOMPRESSED) == layer.ref.diff_id:  # unpacked or checked before
             await leased.add_lease_resource(leased.lease, layer.ref.digest, "content")
             return
-    path = await local.fetch(layer, f"{place}.in")
+    with local.show(f"fetching {layer.group}") as report:
+        path = await local.fetch(layer, f"{place}.in", Meter(report, layer.ref.size).step)
     await in_thread(None, lambda cancel: _check(path, layer, local, cancel))
     ref = f"weenv-layer-{layer.ref.digest}-{secrets.token_hex(4)}"
     await leased.write_content_file(ref, path, layer.ref.size, layer.ref.digest, labels=labels)

@@ -272,6 +272,8 @@ class Resolver:
                 )  # fmt: skip
                 await asyncio.to_thread(dirs.create, source, tail)
                 del tail
+            if origins and os.path.basename(origins[0].path) == CONVERTED:
+                log.info("layer was converted on this node, its image is not lazy", extra={"layer": descriptor.digest})
             self._metrics.resolve_seconds.labels(stage="tail").observe(time.perf_counter() - begin)
         begin = time.perf_counter()
         facts = await self.layers.plane.prepare(descriptor.digest, Variant())

@@ -1,0 +1,126 @@
+"""What may go wrong with groups that are not in the lazy format: kill -9, registries that lie, bombs, nodes that refuse.
+
+None of it depends on containerd's line, so one will do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+from collections.abc import Iterator
+
+import pytest
+
+from weenv_testkit.corpus import noise
+from weenv_testkit.images import Member
+from weenv_testkit.node import Node
+from weenv_testkit.notlazy import REPOSITORY, SCRIPT, Bench, Publisher, expected, harness
+from weenv_testkit.procs import wait_until
+from weenv_testkit.registry import Registry
+from weenv_testkit.store import Store
+
+
+@pytest.fixture(scope="module", params=["2.1"])
+def line(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def publish(store: Store, registry: Registry) -> Publisher:
+    return Publisher(store, registry)
+
+
+@pytest.fixture(scope="module")
+def repository(publish: Publisher) -> str:
+    return publish.lazy("repository", publish.layer("repository", REPOSITORY))
+
+
+@pytest.fixture(scope="module")
+def module_bench(module_node: Node, home: str) -> Iterator[Bench]:
+    bench = Bench(module_node, home)
+    yield bench
+    bench.call("rm", "--all", "--force")
+
+
+@pytest.fixture
+def bench(module_bench: Bench, node: Node) -> Bench:
+    return module_bench
+
+
+def test_killed_in_the_middle_of_a_conversion(bench: Bench, publish: Publisher, repository: str) -> None:
+    big = publish.layer("killed", [*harness("killed"), Member("opt/agent/big", noise(96 << 20, 8))])
+    plan = bench.plan("killed", publish.base, repository, publish.plain("killed", big))
+    before = bench.blobs()
+    argv = bench.argv("run", "--rm", plan, "--", "sh", "-c", SCRIPT)
+    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_until("the conversion", lambda: any(name.endswith(".out") for name in bench.working()), 60, 0.001)
+    finally:
+        process.kill()
+        process.wait()
+    assert any(name.endswith(".out") for name in bench.working()), "it was in the middle of it"
+    assert bench.blobs() <= before | bench.blobs()
+    out, err = bench.ok("run", "--rm", plan, "--", "sh", "-c", SCRIPT)
+    assert out.splitlines() == expected("killed")
+    assert "1 layer converted on this node" in err
+    assert not bench.working()
+    assert len(bench.blobs() - before) == 1
+
+
+def test_it_may_be_unpacked_or_refused_instead(bench: Bench, publish: Publisher, repository: str) -> None:
+    tool = publish.plain("modes", publish.layer("modes", harness("modes")))
+    plan = bench.plan("modes", publish.base, repository, tool)
+    before = bench.blobs()
+    refusing = bench.configured("refuse", 'not_lazy = "refuse"', "nl-refuse")
+    assert "is not in the lazy format" in bench.fails("run", "--rm", plan, "--", "true", config=refusing)
+    assert "compose.not_lazy" in bench.fails("plan", "compose", plan, config=refusing)
+    bench.nothing_left("nl-refuse")
+    bench.node.expect("image is not served lazily")
+    unpacking = bench.configured("unpack", 'not_lazy = "unpack"', "nl-unpack")
+    out, err = bench.ok("run", "--rm", plan, "--", "sh", "-c", SCRIPT, config=unpacking)
+    assert out.splitlines() == expected("modes")
+    assert "1 layer fetched and unpacked, took" in err
+    name = json.loads(bench.ok("plan", "compose", "--json", plan, config=unpacking)[0])["name"]
+    assert bench.lazy(name, "nl-unpack")[1:] == [True, False]
+    assert bench.blobs() == before
+    bench.node.containerd.remove_image(name, "nl-unpack")
+    bench.nothing_left("nl-unpack")
+
+
+@pytest.mark.parametrize("mode", ["convert", "unpack"])
+def test_a_registry_that_lies(bench: Bench, publish: Publisher, repository: str, registry: Registry, mode: str) -> None:
+    namespace = f"nl-lie-{mode}"
+    config = bench.configured(f"lie-{mode}", f'not_lazy = "{mode}"', namespace)
+    layer = publish.layer(f"lie-{mode}", harness(f"lie-{mode}"))
+    other = publish.layer(f"other-{mode}", harness(f"other-{mode}"))
+    plan = bench.plan(f"lie-{mode}", repository, publish.plain(f"lie-{mode}", layer))
+    path, before = registry.blob_path(layer.digest), bench.blobs()
+    with open(path, "rb") as file:
+        right = file.read()
+    bench.node.expect("image is not served lazily")
+    try:
+        with open(path, "wb") as file:
+            file.write(right[:40] + bytes([right[40] ^ 1]) + right[41:])
+        assert "content does not have its digest" in bench.fails("run", "--rm", plan, "--", "true", config=config)
+    finally:
+        with open(path, "wb") as file:
+            file.write(right)
+    bench.nothing_left(namespace)
+    forged = publish.plain(f"forged-{mode}", dataclasses.replace(layer, diff_id=other.diff_id))
+    plan = bench.plan(f"forged-{mode}", repository, forged)
+    assert f"its image's config says {other.diff_id}" in bench.fails("run", "--rm", plan, "--", "true", config=config)
+    bench.nothing_left(namespace)
+    assert bench.blobs() == before
+
+
+@pytest.mark.parametrize("mode", ["convert", "unpack"])
+def test_a_bomb(bench: Bench, publish: Publisher, repository: str, mode: str) -> None:
+    bomb = publish.plain(f"bomb-{mode}", publish.layer(f"bomb-{mode}", [Member("bomb", bytes(128 << 20))]))
+    plan = bench.plan(f"bomb-{mode}", repository, bomb)
+    config = bench.configured(f"bomb-{mode}", f'not_lazy = "{mode}"\nmax_layer = 67108864', f"nl-bomb-{mode}")
+    before = bench.blobs()
+    bench.node.expect("image is not served lazily")
+    assert "is beyond a limit of this node" in bench.fails("plan", "compose", plan, config=config)
+    bench.nothing_left(f"nl-bomb-{mode}")
+    assert bench.blobs() == before

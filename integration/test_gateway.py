@@ -153,6 +153,8 @@ def plans(home: str, groups: Groups) -> str:
     Path(path, "task.yaml").write_text(plan_text(*groups.all, more=more))
     Path(path, "task@bare.yaml").write_text(plan_text(*groups.all))
     Path(path, "mixed.yaml").write_text(plan_text(groups.plain, groups.tool))
+    change = 'mutations:\n  - files: {/etc/weenv-release: "changed\\n"}\n'
+    Path(path, "changed.yaml").write_text(plan_text(groups.plain, groups.tool, more=change))
     return path
 
 
@@ -255,6 +257,7 @@ def test_an_ordinary_client_unpacks_it(plain: Containerd, gateway: Gateway, plan
             "one\nTWO\nthree\n3145728\ntool plainly\n",
         ),
         (f"{gateway.host}/plan/mixed:latest", "cat /etc/weenv-release; run mixed", "pair\ntool mixed\n"),
+        (f"{gateway.host}/plan/changed:latest", "cat /etc/weenv-release", "changed\n"),
     ):
         plain.pull(ref, snapshotter="overlayfs")
         try:
@@ -323,6 +326,25 @@ def test_what_is_refused_leaves_nothing(node: Node, gateway: Gateway, registry: 
         with pytest.raises(Failed):
             skopeo(policy, "inspect", "--tls-verify=false", f"docker://{gateway.host}/{name}:latest")
     assert (node.containerd.content(), node.containerd.ctr("images", "ls", "-q")) == before
+
+
+def test_the_gateway_may_be_gone_once_an_image_is_pulled(
+    node: Node, registry: Registry, store: Store, groups: Groups, plans: str
+) -> None:
+    """What was not read yet comes from the registry that the layer's annotation names."""
+    data = noise(3 << 20, 17 if node.line == "1.7" else 21)  # of its own: no other test has read it
+    late = Groups._publish(store, registry, f"late-{node.line}", [Member("late", data)])
+    Path(plans, "late.yaml").write_text(plan_text(groups.base, late))
+    with Gateway(node.home, node.config, "--plans", plans) as running:
+        ref = f"{running.host}/plan/late:latest"
+        namespace = node.pull(ref)
+    mark = registry.mark()
+    try:
+        node.expect("origin|unavailable|retry|source")
+        assert node.shell(ref, "sha256sum < late", namespace).split()[0] == sha256(data)[7:]
+        assert sum(registry.blob_bytes(mark).values()) > len(data) / 2, "it was read now"
+    finally:
+        node.remove_image(ref, namespace)
 
 
 def test_killed_and_started_again_it_goes_on(module_node: Node, registry: Registry, plans: str, groups: Groups) -> None:

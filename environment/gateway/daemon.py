@@ -17,12 +17,15 @@ from typing import Any
 from aiohttp import web
 
 from weenv.core.errors import ConfigError
+from weenv.environment.composeconfig import compose_config
 from weenv.environment.gateway.blobs import Blobs
 from weenv.environment.gateway.config import GatewayConfig, parse_address
 from weenv.environment.gateway.http import Server
 from weenv.environment.gateway.metrics import Metrics
 from weenv.environment.gateway.service import Gateway
 from weenv.environment.gateway.store import Store
+from weenv.environment.mutate.mutator import Mutator
+from weenv.environment.nodelayers import NodeLayers
 from weenv.plugin.snapshotter.config import from_tables
 from weenv.plugin.snapshotter.daemon import until_stopped
 from weenv.plugin.snapshotter.metrics import MetricsEndpoint
@@ -88,7 +91,9 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
         client = await exits.enter_async_context(RegistryClient(node.registry))
         resolver = Resolver(client, cache, config.platform, config.max_age, policy=policy)
         metrics = Metrics()
-        server = Server(Gateway(config, resolver, store, node.root), Blobs(config, client), metrics)
+        mutator = Mutator(client, node.root, local=NodeLayers(client, node.root, compose_config(tables)))
+        gateway = Gateway(config, resolver, store, mutator, node.root)
+        server = Server(gateway, Blobs(config, client), metrics)
         # Where a client leaves, its request ends, and what nobody else waits for with it.
         runner = web.AppRunner(
             server.app, access_log=None, shutdown_timeout=_STOP_GRACE, handler_cancellation=True, auto_decompress=False

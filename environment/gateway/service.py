@@ -48,14 +48,14 @@ class Blob:
 class Gateway:
     """Belongs to one event loop. ``composed`` counts the images made since the start."""
 
-    def __init__(self, config: GatewayConfig, resolver: Resolver, store: Store, root: str) -> None:
+    def __init__(self, config: GatewayConfig, resolver: Resolver, store: Store, mutator: Mutator, root: str) -> None:
         self.config = config
         self.resolver = resolver
         self.store = store
         self.composed = 0
         self.sources = PlanSources(config, resolver.client, resolver.policy)
         self._root = root
-        self._mutator = Mutator(resolver.client, root)
+        self._mutator = mutator
         self._fingerprint = resolver.policy.fingerprint if resolver.policy is not None else ""
         self._flights: SingleFlight[tuple[str, str], StoredImage] = SingleFlight()
 
@@ -67,7 +67,7 @@ class Gateway:
         Raises BadReference, Refused, SourceError (NotFoundInSource among them), FormatError, StorageError.
         """
         if not target.startswith("sha256:"):
-            check_tag(target)
+            target = self._tag(name, check_tag(target))
             return await self._flights.do((name, target), lambda: self._by_tag(name, target))
         _check_digest(target)
         parse_name(name, DEFAULT_TAG, self.config.default_registry)
@@ -80,6 +80,11 @@ class Gateway:
         if image.digest != target:
             raise NotFoundInSource(f"{name} is not {target}", hint="ask for it by tag")
         return image
+
+    def _tag(self, name: str, tag: str) -> str:
+        """The tag, or ``latest`` for a stack whose groups all have their own: then any tag means the same."""
+        meant, other = (parse_name(name, one, self.config.default_registry) for one in (tag, f"not-{tag}"[:128]))
+        return DEFAULT_TAG if isinstance(meant, StackName) and meant == other else tag
 
     async def _by_tag(self, name: str, tag: str) -> StoredImage:
         meant = parse_name(name, tag, self.config.default_registry)
@@ -95,7 +100,10 @@ class Gateway:
             )
             return found[0]
         made = _stored(image, self._fingerprint, self._mutator.store.path)
-        if self.store.last(name, tag) != made.digest:
+        found = self.store.get(name, made.digest)
+        if found is not None and found[0].policy == self._fingerprint and self.store.last(name, tag) == made.digest:
+            return found[0]  # as before: nothing to write
+        if found is None:
             log.info(
                 "composed",
                 extra={

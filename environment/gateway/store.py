@@ -8,7 +8,7 @@
              policy            fingerprint of the policy that let its groups through; empty: there was none
              used              seconds since 1970 when it was last asked for (by the minute)
     layers   image, digest     a layer of the image; size in bytes, origin (kind, host, repository, path) as JSON
-    names    name, digest      repository name under which the image was answered, and tag: the last tag that meant it
+    names    name, tag, digest what was asked for, and what it meant; meant: when that was last so (seconds since 1970)
 
 Bounded: the images that were not asked for the longest go, with all that hangs on them. A damaged file is begun anew:
 everything in it can be composed again.
@@ -28,7 +28,7 @@ from weenv.plugin.snapshotter.layerdir import Origin
 
 SCHEMA = 1
 _NAMES_EACH = 4
-"""Names kept for each image kept: some images have several spellings."""
+"""Names with tags kept for each image kept: some images have several."""
 _MINUTE = 60.0
 
 _TABLES = """
@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS layers (
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS names (
     name TEXT NOT NULL, digest TEXT NOT NULL REFERENCES images(digest) ON DELETE CASCADE, tag TEXT NOT NULL,
-    used REAL NOT NULL, PRIMARY KEY (name, digest)
+    meant REAL NOT NULL, used REAL NOT NULL, PRIMARY KEY (name, digest, tag)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS images_used ON images (used);
 CREATE INDEX IF NOT EXISTS layers_digest ON layers (digest);
@@ -125,7 +125,12 @@ class Store:
             "INSERT OR REPLACE INTO layers VALUES (?, ?, ?, ?)",
             [(image.digest, place.digest, place.size, json.dumps(asdict(place.origin))) for place in image.layers],
         )
-        self._db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?)", (name, image.digest, tag, now))
+        self._db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", (name, image.digest, tag, now, now))
+        self._db.execute(
+            "DELETE FROM names WHERE (name, digest, tag) IN"
+            " (SELECT name, digest, tag FROM names ORDER BY used DESC LIMIT -1 OFFSET ?)",
+            (self._keep * _NAMES_EACH,),
+        )
         if fresh:
             self._trim()
 
@@ -135,16 +140,12 @@ class Store:
             digest, freed = self._db.execute("SELECT digest, size FROM images ORDER BY used, rowid LIMIT 1").fetchone()
             self._db.execute("DELETE FROM images WHERE digest = ?", (digest,))
             count, size = count - 1, size - freed
-        self._db.execute(
-            "DELETE FROM names WHERE (name, digest) IN (SELECT name, digest FROM names ORDER BY used DESC LIMIT -1 OFFSET ?)",
-            (self._keep * _NAMES_EACH,),
-        )
 
     def get(self, name: str, digest: str) -> tuple[StoredImage, str] | None:
         """An image that was answered under a name, and the last tag that meant it."""
         row = self._db.execute(
             "SELECT manifest, config_digest, config, policy, images.used, tag FROM images JOIN names USING (digest)"
-            " WHERE name = ? AND digest = ?",
+            " WHERE name = ? AND digest = ? ORDER BY meant DESC LIMIT 1",
             (name, digest),
         ).fetchone()
         if row is None:
@@ -160,7 +161,7 @@ class Store:
     def last(self, name: str, tag: str) -> str:
         """The digest that ``name:tag`` meant last, or empty."""
         row = self._db.execute(
-            "SELECT digest FROM names WHERE name = ? AND tag = ? ORDER BY used DESC LIMIT 1", (name, tag)
+            "SELECT digest FROM names WHERE name = ? AND tag = ? ORDER BY meant DESC LIMIT 1", (name, tag)
         ).fetchone()
         return str(row[0]) if row else ""
 

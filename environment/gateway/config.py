@@ -59,6 +59,7 @@ class GatewayConfig:
     tls_certificate: str = ""
     """PEM file with the certificate chain; empty: plain HTTP."""
     tls_key: str = ""
+    """PEM file with its key."""
     metrics_address: str = ""
     """Loopback ``HOST:PORT`` for Prometheus; empty: none."""
 

@@ -270,6 +270,8 @@ async def _served(
             if error.code != "NOT_FOUND":
                 raise
             missing.append(number)
+        else:
+            layers[number] = local.known(layers[number])
     for number, layer in zip(missing, await local.serve([layers[number] for number in missing]), strict=True):
         layers[number] = layer
     return tuple(layers)

@@ -138,6 +138,7 @@ class NodeLayers:
         async with self._slots, self.locked(key) as place:
             entry = await asyncio.to_thread(self.store.find, key)
             if entry is None:
+                await asyncio.to_thread(_clear_dead, self._work)
                 begin = time.monotonic()
                 entry = await self._work_on(key, layer, place, meter)
                 took = time.monotonic() - begin
@@ -241,7 +242,6 @@ class NodeLayers:
         while (fd := _try_lock(f"{place}.lock")) is None:  # noqa: ASYNC110 - another process's: nobody wakes us
             await asyncio.sleep(_POLL)
         try:
-            await asyncio.to_thread(_clear_dead, self._work)
             _unlink(f"{place}.in", f"{place}.out")
             yield place
         finally:

@@ -21,6 +21,7 @@ from weenv.environment.nodelayers import NodeLayers, key_of
 from weenv.environment.tocs import TocReader
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref.model import LayerRef
+from weenv.registry.manifest import Descriptor
 
 GZIP = "application/vnd.oci.image.layer.v1.tar+gzip"
 
@@ -194,3 +195,36 @@ async def test_a_full_disk_is_said_before_anything_is_fetched(tmp_path: Path, mo
     async with RegistryClient() as client:
         with pytest.raises(StorageError, match="free, and a layer of"):
             await node(tmp_path, client).serve([layer])
+
+
+async def test_what_could_not_be_converted_is_kept_for_being_unpacked_if_it_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weenv.registry.endpoints import LayoutEnd
+
+    layer = layer_of(tmp_path / "layout", b"x" * 1536)
+    blob = tmp_path / "layout" / "blobs" / "sha256" / layer.ref.digest[7:]
+    fetched: list[str] = []
+
+    async def fetch(_end: LayoutEnd, descriptor: Descriptor, path: str, _progress: object) -> str:
+        Path(path).write_bytes((blob.parent / descriptor.digest[7:]).read_bytes())
+        fetched.append(path)
+        return path
+
+    monkeypatch.setattr(LayoutEnd, "fetch", fetch)  # as a registry gives it: a new file
+    async with RegistryClient() as client:
+        local = node(tmp_path, client)
+        await local.serve([layer])
+        (kept,) = work(local)
+        assert kept == f"{key_of(layer)}.keep"
+        async with local.locked(key_of(layer)) as place:
+            assert Path(await local.fetch(layer, f"{place}.in")).read_bytes() == blob.read_bytes()
+        assert len(fetched) == 1
+        assert work(local) == []
+        Path(local.store.path, "work", kept).write_bytes(b"torn by a power cut")
+        async with local.locked(key_of(layer)) as place:
+            assert Path(await local.fetch(layer, f"{place}.in")).read_bytes() == blob.read_bytes()
+        assert len(fetched) == 2
+        Path(local.store.path, "work", kept).write_bytes(b"of a process that died")
+        await local.serve([layer_of(tmp_path / "layout", tar_of(a=b"1"))])
+        assert work(local) == []

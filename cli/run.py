@@ -103,6 +103,7 @@ def _leave(status: int) -> NoReturn:
 def run(target: str, command: tuple[str, ...], **o: Any) -> None:
     """Start an environment from a plan (a file) or an image, and run a command in it.
 
+    Groups that are not in the lazy format are converted on the node first, once, and named on standard error.
     The exit status is the command's, 128 + n where signal n ended it. With -d, what it writes is kept for weenv logs;
     without any command of its own it then waits to be used by weenv exec.
 
@@ -198,8 +199,8 @@ def ps(everything: bool, quiet: bool, as_json: bool, **o: Any) -> None:
 
         told = any(row["not_lazy"] for row in rows)
         table = [
-            (row["name"], render.escape(row["plan"]), render.escape(row["image"]), *([_lazy(row)] if told else []), _status(row),
-             str(row["pid"] or "-"), render.seconds(row["age"]), render.escape(" ".join(row["command"])[:60]))
+            (row["name"], render.escape(row["plan"]), render.escape(row["image"]), *([_lazy(row)] if told else []),
+             _status(row), str(row["pid"] or "-"), render.seconds(row["age"]), render.escape(" ".join(row["command"])[:60]))
             for row in rows
         ]  # fmt: skip
         head = ["name", "plan", "image", *(["layers"] if told else []), "status", "pid", "age", "command"]

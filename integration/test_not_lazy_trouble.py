@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import pty
 import subprocess
 from collections.abc import Iterator
 
@@ -67,6 +69,32 @@ def test_killed_in_the_middle_of_a_conversion(bench: Bench, publish: Publisher, 
     assert "1 layer converted on this node" in err
     assert not bench.working()
     assert len(bench.blobs() - before) == 1
+
+
+def test_on_a_terminal_progress_is_shown(bench: Bench, publish: Publisher, repository: str) -> None:
+    big = publish.layer("shown", [*harness("shown"), Member("opt/agent/big", noise(24 << 20, 9))])
+    tool = publish.plain("shown", big)
+    plan = bench.plan("shown", publish.base, repository, tool)
+    ours, theirs = pty.openpty()
+    try:
+        process = subprocess.Popen(
+            bench.argv("run", "--rm", plan, "--", "sh", "-c", SCRIPT), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=theirs, text=True, env={**os.environ, "TERM": "xterm", "COLUMNS": "200"},
+        )  # fmt: skip
+        os.close(theirs)
+        shown = b""
+        while True:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:  # nobody has the other end any more (tty_ioctl(4): EIO)
+                break
+        out, _ = process.communicate(timeout=60)
+    finally:
+        os.close(ours)
+    assert out.splitlines() == expected("shown")
+    text = shown.decode()
+    assert f"converting {tool}" in text
+    assert text.rstrip().splitlines()[-1].endswith("Publish it lazily: weenv convert")
 
 
 def test_it_may_be_unpacked_or_refused_instead(bench: Bench, publish: Publisher, repository: str) -> None:

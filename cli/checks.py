@@ -180,12 +180,16 @@ def unix_socket(name: str, path: str, remedy: str) -> Finding:
     return Finding(name, "ok", path)
 
 
-def disk(root: str, *, low: float = 0.05) -> Finding:
-    """Free space where layers are kept; ``low`` is the share below which it is a warning."""
-    path = root
+def nearest(path: str) -> str:
+    """``path``, or the directory above it that exists."""
     while not os.path.exists(path) and path != "/":
         path = os.path.dirname(path)
-    stat = os.statvfs(path)
+    return path
+
+
+def disk(root: str, *, low: float = 0.05) -> Finding:
+    """Free space where layers are kept; ``low`` is the share below which it is a warning."""
+    stat = os.statvfs(nearest(root))
     free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
     share = free / total if total else 0.0
     seen = f"{root}: {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"

@@ -11,19 +11,18 @@ import click
 from weenv.cli import checks, render
 from weenv.core.errors import WeenvError
 
-_MARKS = {"ok": "[green]ok[/]", "warn": "[yellow]warn[/]", "fail": "[red]fail[/]", "skip": "[dim]skip[/]"}
 
-
-def _mounting() -> checks.Finding:
+def _mounting(root: str) -> checks.Finding:
+    """Whether the kernel mounts EROFS from a file where WeEnv keeps them."""
     from weenv.plugin.snapshotter.planes.erofs import probe_kernel
 
     if os.geteuid() != 0:
         return checks.Finding("EROFS from a file", "skip", "not root, so not tried", "run weenv doctor as root")
     try:
-        probe_kernel()
+        probe_kernel(checks.nearest(root))
     except WeenvError as error:
         return checks.Finding("EROFS from a file", "fail", error.message, error.hint or "use Linux 6.12 or newer")
-    return checks.Finding("EROFS from a file", "ok", "the kernel mounts it")
+    return checks.Finding("EROFS from a file", "ok", f"the kernel mounts it from {root}")
 
 
 def _containerd(path: str, address: str) -> Iterator[checks.Finding]:
@@ -62,7 +61,7 @@ async def _snapshotter(address: str) -> checks.Finding:
             count = len(await client.namespace("default").snapshots("weenv").list())
     except (WeenvError, OSError, TimeoutError) as error:
         return checks.Finding("snapshotter", "fail", f"{address}: {error}", "start it: weenv snapshotter serve")
-    return checks.Finding("snapshotter", "ok", f"answers at {address}; {count} snapshots")
+    return checks.Finding("snapshotter", "ok", f"answers at {address}; {render.counted(count, 'snapshot')}")
 
 
 async def _registry(host: str, config_path: str) -> checks.Finding:
@@ -101,7 +100,7 @@ def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...]
 
     config = load(config_path)
     sockets = blobfs_config.load(config_path)
-    findings = [*checks.kernel(), _mounting(), _blobs(config.blobs, sockets.status_socket)]
+    findings = [*checks.kernel(), _mounting(config.root), _blobs(config.blobs, sockets.status_socket)]
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
     findings += [*_containerd(containerd_config, config.socket), checks.disk(config.root)]
@@ -109,7 +108,6 @@ def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...]
     if as_json:
         render.print_json([{"name": f.name, "state": f.state, "seen": f.seen, "remedy": f.remedy} for f in findings])
     else:
-        rows = [(_MARKS[f.state], f.name, render.escape(f.seen), render.escape(f.remedy)) for f in findings]
-        render.table(["", "what", "seen", "what to do"], rows)
+        render.findings((f.state, f.name, f.seen, f.remedy) for f in findings)
     if any(f.state == "fail" for f in findings):
         raise click.exceptions.Exit(1)

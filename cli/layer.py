@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from weenv.cli import render
-from weenv.cli.locate import FoundLayer, find_layers, reader
 from weenv.core.errors import BadReference, VerificationError
-from weenv.layer.verify import LayerDescriptor
+
+if TYPE_CHECKING:  # a conversion is too short to import what talks to registries
+    from weenv.cli.locate import FoundLayer
+    from weenv.layer.verify import LayerDescriptor
 
 T = TypeVar("T")
 
@@ -36,8 +37,10 @@ def layer() -> None:
 
 def _each(text: str, platform: str, plain_http: tuple[str, ...], use: Callable[[FoundLayer], Awaitable[T]]) -> list[T]:
     """Run ``use`` on every layer that ``text`` means."""
+    import asyncio
 
     async def run() -> list[T]:
+        from weenv.cli.locate import find_layers
         from weenv.registry.client import RegistryClient
         from weenv.registry.config import RegistryConfig
 
@@ -127,6 +130,9 @@ def inspect(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool
 
 
 async def _describe(item: FoundLayer, entries: bool) -> dict[str, Any]:
+    import asyncio
+
+    from weenv.cli.locate import reader
     from weenv.core.errors import FormatError
     from weenv.layer.decode import describe
     from weenv.layer.verify import verify_tail
@@ -214,13 +220,17 @@ def verify(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool)
         render.print_json(results)
         return
     for row in results:
-        holds = f"{row['entries']} entries, {row['frames']} frames, {render.size(row['size'])}"
+        parts = (render.counted(row["entries"], "entry", "entries"), render.counted(row["frames"], "frame"))
+        holds = ", ".join((*parts, render.size(row["size"])))
         click.echo(f"{render.plain(row['name'])}: good; {holds}")
         if not row["trusted"]:
             click.echo("  measured against itself only: no manifest says what it should be")
 
 
 async def _verify(item: FoundLayer, quiet: bool) -> dict[str, Any]:
+    import asyncio
+
+    from weenv.cli.locate import reader
     from weenv.cli.progress import bar
     from weenv.layer.decode import verify_blob
 
@@ -262,6 +272,9 @@ def mount(what: str, directory: str, platform: str, plain_http: tuple[str, ...],
       weenv layer mount registry.example/env@sha256:... /mnt
       weenv layer umount /mnt
     """
+    import asyncio
+
+    from weenv.cli.locate import reader
     from weenv.layer.decode import describe
     from weenv.plugin.snapshotter.single import mount_layer, umount_layer
 

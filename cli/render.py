@@ -9,9 +9,12 @@ from typing import Any
 import click
 
 from weenv.core.log import printable
-from weenv.core.units import seconds, size
+from weenv.core.units import counted, seconds, size
 
-__all__ = ["escape", "plain", "print_json", "seconds", "short", "size", "table"]
+__all__ = ["counted", "escape", "findings", "plain", "print_json", "seconds", "short", "size", "table"]
+
+
+_COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
 def short(digest: str) -> str:
@@ -24,17 +27,58 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2, sort_keys=False))
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, title: str = "", right: Sequence[int] = ()) -> None:
-    """Print a table; ``right`` lists the numbers of right-aligned columns. Cells may carry rich markup."""
+def table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    title: str = "",
+    right: Sequence[int] = (),
+    drop: Sequence[int] = (),
+) -> None:
+    """Print a table. Cells may carry rich markup.
+
+    ``right`` lists the numbers of right-aligned columns. On a terminal that is too narrow for a line a row, the frame goes
+    first, then the columns of ``drop`` one by one; cells are wrapped only where that is not enough.
+    """
+    from rich.box import HEAVY_HEAD
     from rich.console import Console
+    from rich.measure import Measurement
     from rich.table import Table
 
-    drawn = Table(title=title or None, title_justify="left", header_style="bold")
-    for number, column in enumerate(columns):
-        drawn.add_column(column, justify="right" if number in right else "left", overflow="fold")
-    for row in rows:
-        drawn.add_row(*row)
-    Console().print(drawn)
+    console = Console()
+    lines = list(rows)
+    wide = console.options.update(max_width=10_000)
+
+    def draw(numbers: Sequence[int], framed: bool) -> Table:
+        box = HEAVY_HEAD if framed else None
+        drawn = Table(title=title or None, title_justify="left", header_style="bold", box=box, pad_edge=framed)
+        for number in numbers:
+            drawn.add_column(columns[number], justify="right" if number in right else "left", overflow="fold")
+        for row in lines:
+            drawn.add_row(*(row[number] for number in numbers))
+        return drawn
+
+    shown = [[n for n in range(len(columns)) if n not in drop[:count]] for count in range(len(drop) + 1)]
+    tries = [(numbers, framed) for numbers in shown for framed in (True, False)]
+    for numbers, framed in tries:
+        drawn = draw(numbers, framed)
+        if Measurement.get(console, wide, drawn).maximum <= console.width:
+            break
+    console.print(drawn)
+
+
+def findings(rows: Iterable[tuple[str, str, str, str]]) -> None:
+    """Print (state, name, what was seen, what to do), one below the other, wrapped between words to the terminal's width."""
+    import shutil
+    import textwrap
+
+    width = max(40, shutil.get_terminal_size().columns)
+    for state, name, seen, remedy in rows:
+        lines = textwrap.wrap(f"{plain(name)}: {plain(seen)}", width - 6, break_on_hyphens=False)
+        if remedy:
+            remedy = f"-> {plain(remedy)}"
+            lines += textwrap.wrap(remedy, width - 6, subsequent_indent="   ", break_on_hyphens=False)
+        click.echo(click.style(f"{state:<6}", fg=_COLOURS.get(state)) + "\n      ".join(lines))
 
 
 def plain(text: str) -> str:

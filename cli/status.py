@@ -30,6 +30,20 @@ def blobfs_status(path: str) -> dict[str, Any] | None:
     return answer if isinstance(answer, dict) else None
 
 
+def _lost(root: str, path: str) -> str:
+    """What is wrong where a snapshotter listens although none holds the root's lock; empty where nothing listens."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.settimeout(5)
+            connection.connect(path)
+    except OSError:
+        return ""
+    return (
+        f"a snapshotter listens at {path}, but the root {root} is not the one it began with: it was deleted or replaced. "
+        "Put it back, or restart weenv snapshotter: it begins with nothing, and images have to be pulled again"
+    )
+
+
 @click.command()
 @click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
@@ -46,10 +60,13 @@ def status(config_path: str, as_json: bool) -> None:
     from weenv.plugin.snapshotter.status import collect
 
     tables = read_tables(config_path)
-    node = collect(from_tables(tables).root)
+    config = from_tables(tables)
+    node = collect(config.root)
+    lost = "" if node.running else _lost(config.root, config.socket)
     blobfs = blobfs_status(blobfs_config.from_table(tables.get("blobfs", {})).status_socket)
     if as_json:
-        render.print_json({**dataclasses.asdict(node), "blobfs": blobfs})
+        problems = [*([lost] if lost else []), *node.problems]
+        render.print_json({**dataclasses.asdict(node), "problems": problems, "blobfs": blobfs})
         return
     rows = [
         (
@@ -67,18 +84,20 @@ def status(config_path: str, as_json: bool) -> None:
     ]
     if rows:
         head = ["layer", "served", "blob", "tar", "local", "on disk", "images", "users", "from"]
-        render.table(head, rows, right=[2, 3, 4, 5, 6, 7])
+        render.table(head, rows, right=[2, 3, 4, 5, 6, 7], drop=[3, 6, 5, 2])
     else:
         click.echo("No lazy layer on this node: pull a converted image with the weenv snapshotter (see weenv convert --help).")
     click.echo(
-        f"{node.active} containers, {node.views} views; images' snapshots: {node.committed_lazy} lazy, "
+        f"{render.counted(node.active, 'container')}, {render.counted(node.views, 'view')}; "
+        f"images' snapshots: {node.committed_lazy} lazy, "
         f"{node.committed_ordinary} ordinary ({render.size(node.ordinary_bytes)})"
     )
     if node.converted_blobs:
-        click.echo(
-            f"not in the lazy format, converted on this node: {node.converted_blobs} layers, {render.size(node.converted_bytes)}"
-        )
+        held = f"{render.counted(node.converted_blobs, 'layer')}, {render.size(node.converted_bytes)}"
+        click.echo(f"not in the lazy format, converted on this node: {held}")
     click.echo(f"snapshotter: {f'running (pid {node.pid})' if node.running else 'not running'}, root {node.root}")
     click.echo(f"blobfs: {'running' if blobfs is not None else 'not running'}")
+    if lost:
+        click.echo(f"problem: {lost}")
     for problem in node.problems:
         click.echo(f"problem: {problem}")

@@ -15,3 +15,8 @@ def size(count: float) -> str:
 def seconds(value: float) -> str:
     """A duration with a fitting unit."""
     return f"{value * 1000:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """``1 layer``, ``2 layers``; ``plural`` where it is not the noun with an s."""
+    return f"{number} {noun if number == 1 else plural or noun + 's'}"

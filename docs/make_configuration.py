@@ -10,6 +10,8 @@ import textwrap
 from typing import Any
 
 from weenv.environment.composeconfig import ComposeConfig
+from weenv.environment.gateway.config import GatewayConfig
+from weenv.environment.runconfig import RunConfig
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, FillConfig
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.registry.config import RegistryConfig
@@ -20,8 +22,7 @@ One TOML file, `/etc/weenv/config.toml` (or `--config FILE`), read by both daemo
 unknown or wrong setting is an error that names it. Times are in seconds, sizes in bytes. This page is written by
 `docs/make_configuration.py` from the code.
 
-Two more tables are for commands: `[run]` has the defaults of `weenv run` and its like (`address` of containerd, `namespace`,
-`snapshotter`, `cgroup`, `runtime`, `network`), `[policy]` is described in [groups.md](groups.md).
+One more table, `[policy]`, is described in [groups.md](groups.md).
 """
 
 TABLES: list[tuple[str, type[Any], set[str], str]] = [
@@ -29,7 +30,9 @@ TABLES: list[tuple[str, type[Any], set[str], str]] = [
     ("registry", RegistryConfig, set(), "How registries are reached, by both daemons."),
     ("blobfs", BlobfsConfig, {"fill"}, "`weenv blobfs serve`."),
     ("blobfs.fill", FillConfig, set(), "Fetching the rest of a layer when nobody needs the machine."),
+    ("run", RunConfig, set(), "Defaults of `weenv run`, `exec`, `ps` and their like; options of the commands win."),
     ("compose", ComposeConfig, set(), "Groups of plans that are not in the lazy format (plans.md)."),
+    ("gateway", GatewayConfig, set(), "`weenv gateway serve` ([gateway.md](gateway.md))."),
 ]
 
 

@@ -19,11 +19,17 @@ class RunConfig:
     """The ``[run]`` table."""
 
     address: str = DEFAULT_ADDRESS
+    """containerd's socket."""
     namespace: str = "default"
+    """containerd's namespace: what ``weenv ps`` and its like see."""
     snapshotter: str = "weenv"
+    """The name that containerd's configuration gives to WeEnv's proxy plugin."""
     cgroup: str = "weenv"
+    """The control group below which each environment has its own."""
     runtime: str = RUNC
+    """A containerd runtime, or the path of an OCI runtime for runc's shim."""
     network: str = "none"
+    """``none``: loopback only; ``host``: the node's."""
 
     def __post_init__(self) -> None:
         if not self.cgroup.strip("/") or ".." in self.cgroup.split("/"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import socket
 import subprocess
 import sys
 import tarfile
@@ -198,3 +199,18 @@ def test_status_of_a_node_that_never_ran(tmp_path: object, capsys: Captured) -> 
     assert run("status", "--config", f"{tmp_path}/c.toml", "--json") == 0
     seen = json.loads(capsys.readouterr().out)
     assert (seen["running"], seen["layers"], seen["blobfs"]) == (False, [], None)
+
+
+def test_status_of_a_snapshotter_whose_root_was_deleted(tmp_path: Path, capsys: Captured) -> None:
+    config = tmp_path / "c.toml"
+    text = '[snapshotter]\nroot = "{0}/r"\nsocket = "{0}/s"\n[blobfs]\nstatus_socket = "{0}/x"\n'
+    config.write_text(text.format(tmp_path))
+    assert run("status", "--config", str(config)) == 0
+    assert "problem" not in capsys.readouterr().out
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(f"{tmp_path}/s")
+        listening.listen()
+        assert run("status", "--config", str(config)) == 0
+        assert f"the root {tmp_path}/r is not the one it began with" in capsys.readouterr().out
+        assert run("status", "--config", str(config), "--json") == 0
+        assert "deleted or replaced" in json.loads(capsys.readouterr().out)["problems"][0]

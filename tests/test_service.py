@@ -500,3 +500,22 @@ async def test_many_callers_at_once_each_get_their_own(root: str) -> None:
             assert isinstance(error, ContainerdError) and error.code == "ALREADY_EXISTS"
         infos = await service.list("kind==active")
         assert {info.name for info in infos} == {f"{turn}-{number}" for turn in range(4) for number in range(50)}
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_a_root_that_is_deleted_while_it_is_served(root: str, transport: str) -> None:
+    async with over_socket(root, transport=transport, spares=8) as service:
+        await committed(service, "base")
+        os.rename(root, root + ".away")
+        for _ in range(2):
+            for work in (service.prepare("a", "base"), service.stat("base"), service.list(), service.cleanup()):
+                with pytest.raises(ContainerdError, match=f"root {root} was deleted or replaced while it was served") as caught:
+                    await work
+                assert caught.value.code == "UNAVAILABLE" and "restart weenv snapshotter" in str(caught.value)
+        os.makedirs(f"{root}/s")
+        with refused("UNAVAILABLE"):
+            await service.prepare("a", "base")
+        os.rmdir(f"{root}/s")
+        os.rmdir(root)
+        os.rename(root + ".away", root)
+        assert os.path.isdir(upper_of(await service.prepare("a", "base")))

@@ -97,3 +97,5 @@ def test_the_configuration_page_is_the_one_the_code_makes() -> None:
     )
     with open(os.path.join(ROOT, "docs/configuration.md"), encoding="utf-8") as file:
         assert file.read() == made.stdout, "run .venv/bin/python docs/make_configuration.py"
+    assert "|  |" not in made.stdout, "every setting says what it is"
+    assert "## `[run]`" in made.stdout and "builder_memory" in made.stdout and "allow_sources" in made.stdout

@@ -208,6 +208,18 @@ def mounts_below(prefix: str) -> dict[str, MountEntry]:
         return {entry.point: entry for entry in parse_mountinfo(file.read()) if entry.point.startswith(start)}
 
 
+def filesystem_at(path: str) -> str:
+    """The type of the filesystem that holds ``path``, such as ``ext4``; empty where it cannot be told."""
+    real = os.path.realpath(path)
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+        entries = parse_mountinfo(file.read())
+    found = ("", "")
+    for entry in entries:  # of several at one point the last is on top
+        if (real + "/").startswith(entry.point.rstrip("/") + "/") and len(entry.point) >= len(found[0]):
+            found = (entry.point, entry.fstype)
+    return found[1]
+
+
 def filesystem_known(name: str) -> bool:
     """True where the running kernel lists filesystem ``name``; a module that is not loaded is not listed."""
     with open("/proc/filesystems", encoding="ascii") as file:

@@ -153,13 +153,16 @@ def _report(
     return code, text
 
 
-def _decoder(name: str) -> Callable[[bytes], Any]:
-    """Parses a request. Not given to gRPC as a deserializer: what one raises there is logged with a traceback and answered
-    as UNKNOWN, while this is the client's fault and one line.
+def _decoder(name: str, core: Snapshotter) -> Callable[[bytes], Any]:
+    """Parses a request, once it is sure that the root is still there.
+
+    Not given to gRPC as a deserializer: what one raises there is logged with a traceback and answered as UNKNOWN, while
+    this is the client's fault and one line.
     """
     message = SCHEMA[name]
 
     def decode(data: bytes) -> Any:
+        core.check_root()
         try:
             return message.FromString(data)
         except DecodeError as error:
@@ -245,7 +248,7 @@ def _quick_prepare(
         for data in batch:
             try:
                 request = decode(data)
-            except errors.InvalidRequest:
+            except errors.WeenvError:
                 asked.append(("", "", {}))  # goes the long way, where it is refused
             else:
                 asked.append((request.key, request.parent, dict(request.labels)))
@@ -278,12 +281,12 @@ class BuiltinServer:
 
     def __init__(self, core: Snapshotter, metrics: Metrics) -> None:
         handlers = Handlers(core)
-        table = {
-            f"/{SNAPSHOTS_SERVICE}/{method}": _builtin(method, _decoder(request), getattr(handlers, method.lower()), metrics)
-            for method, (request, _) in SNAPSHOTS_METHODS.items()
-        }
+        table = {}
+        for method, (request, _) in SNAPSHOTS_METHODS.items():
+            work = getattr(handlers, method.lower())
+            table[f"/{SNAPSHOTS_SERVICE}/{method}"] = _builtin(method, _decoder(request, core), work, metrics)
         prepare = SNAPSHOTS_METHODS["Prepare"][0]
-        quick = {f"/{SNAPSHOTS_SERVICE}/Prepare": _quick_prepare(core, _decoder(prepare), metrics)}
+        quick = {f"/{SNAPSHOTS_SERVICE}/Prepare": _quick_prepare(core, _decoder(prepare, core), metrics)}
         self._http = Http2Server(table, quick)
         self.path = ""
 
@@ -310,7 +313,7 @@ def make_server(core: Snapshotter, metrics: Metrics, transport: str = "builtin")
     methods: dict[str, grpc.RpcMethodHandler] = {}
     for method, (request, answer) in SNAPSHOTS_METHODS.items():
         work = getattr(handlers, method.lower())
-        decode = _decoder(request)
+        decode = _decoder(request, core)
         if method == "List":
             methods[method] = grpc.unary_stream_rpc_method_handler(_streaming(method, decode, work, metrics), None, _serialise)
         else:

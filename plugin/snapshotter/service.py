@@ -167,11 +167,24 @@ class Snapshotter:
         self.on_remove: Callable[[], None] = lambda: None
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         self._spares = SpareDirectories(self.directory, store.reserve, spares)
+        self._identity = _identity(self.directory)
 
     def close(self) -> None:
         """Stop the helper threads. Nothing is unmounted and nothing deleted."""
         self._spares.close()
         self._walkers.shutdown(wait=False, cancel_futures=True)
+
+    def check_root(self) -> None:
+        """Raises UnavailableError where the root directory is not the one that this process began with.
+
+        SQLite would go on writing into a file that has no name any more, and everything that was answered would be gone with
+        the process.
+        """
+        if _identity(self.directory) != self._identity:
+            raise UnavailableError(
+                f"the snapshotter's root {self.root} was deleted or replaced while it was served",
+                hint="put it back, or restart weenv snapshotter: it begins with nothing, and images have to be pulled again",
+            )
 
     # paths
 
@@ -514,6 +527,15 @@ class Snapshotter:
                     log.error("the files of a snapshot are gone", extra={"snapshot": snapshot.name, "id": snapshot.id})
         if missing:
             log.error("remove and pull the images of these snapshots again", extra={"count": missing})
+
+
+def _identity(path: str) -> tuple[int, int]:
+    """Device and inode of a directory; zeros where there is none."""
+    try:
+        status = os.stat(path)
+    except OSError:
+        return 0, 0
+    return status.st_dev, status.st_ino
 
 
 def _size(key: str, parent: str, labels: Mapping[str, str]) -> int:

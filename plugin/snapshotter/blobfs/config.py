@@ -14,6 +14,7 @@ class FillConfig:
     """``[blobfs.fill]``: fetching the rest of a layer when nobody needs the machine. Sizes in bytes, times in seconds."""
 
     enabled: bool = True
+    """False: only what is read is fetched."""
     quiet: float = 3.0
     """Nothing is filled until no reader has waited for a frame for so long."""
     rate: int = 0
@@ -33,8 +34,11 @@ class BlobfsConfig:
     root: str = "/var/lib/weenv"
     """Holds ``layers/``; the same as the snapshotter's root."""
     mountpoint: str = "/run/weenv/blobs"
+    """Where the layers' data appears; the snapshotter's ``blobs``."""
     holder_socket: str = "/run/weenv/blobfs-holder.sock"
+    """Where the process is reached that keeps the mount while no server runs; mode 0600."""
     status_socket: str = "/run/weenv/blobfs.sock"
+    """Where ``weenv status`` and ``weenv doctor`` ask; mode 0600."""
     metrics_address: str = ""
     """``127.0.0.1:9441`` or the like serves Prometheus metrics there; empty: nowhere."""
     threads: int = 2

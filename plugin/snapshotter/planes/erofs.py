@@ -48,7 +48,7 @@ class ErofsPlane:
 
     async def probe(self) -> None:
         """Mounts an empty file as EROFS: the kernel's refusal tells whether it could."""
-        await asyncio.get_running_loop().run_in_executor(self._threads, probe_kernel)
+        await asyncio.get_running_loop().run_in_executor(self._threads, probe_kernel, os.path.dirname(self.dirs.root))
 
     async def prepare(self, digest: str, variant: Variant) -> LayerFacts:
         """Build what is missing of ``meta.erofs``, ``facts.json`` and the variant's own image."""
@@ -156,14 +156,33 @@ def _read_facts(directory: str) -> LayerFacts:
         return LayerFacts.from_json(file.read(64 << 20))
 
 
-def probe_kernel() -> None:
-    """Raises :class:`MountError` where this kernel does not mount EROFS from a plain file. Needs root."""
-    with tempfile.NamedTemporaryFile(prefix="weenv-probe-") as file:
+_NO_BACKING = ("tmpfs", "overlay")
+"""Filesystems whose files EROFS cannot be mounted from: they have no way to read single pages (Linux 6.18)."""
+
+
+def probe_kernel(directory: str) -> None:
+    """Raises :class:`MountError` where this kernel does not mount EROFS from a file in ``directory``. Needs root.
+
+    Nothing is seen in the directory: the file that is tried has no name.
+    """
+    try:
+        file = tempfile.TemporaryFile(dir=directory)  # noqa: SIM115 (closed below)
+    except OSError as error:
+        raise MountError(f"cannot make a file in {directory}: {error.strerror}", errno=error.errno or 0) from error
+    with file:
         file.truncate(4096)
+        path = f"/proc/self/fd/{file.fileno()}"
         try:
-            mounts.open_erofs(file.name, file.name).__exit__()
+            mounts.open_erofs(path, path).__exit__()
         except MountError as error:
             if error.errno == errno.ENOTBLK:
+                kind = mounts.filesystem_at(directory)
+                if kind in _NO_BACKING:
+                    raise MountError(
+                        f"EROFS cannot be mounted from files on {kind}, which {directory} is on",
+                        errno=error.errno,
+                        hint="set [snapshotter] root (and [blobfs] root) to a directory on a disk, such as ext4 or xfs",
+                    ) from error
                 raise MountError(
                     "this kernel mounts EROFS from block devices only",
                     errno=error.errno,

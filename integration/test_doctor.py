@@ -1,0 +1,64 @@
+"""weenv doctor and the daemon's probe on filesystems that the kernel cannot mount EROFS from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from weenv.core.errors import MountError
+from weenv.plugin.snapshotter.mounts import filesystem_at, mount, unmount
+from weenv.plugin.snapshotter.planes.erofs import probe_kernel
+from weenv_testkit import tools
+
+
+@pytest.fixture(params=["tmpfs", "overlay"])
+def unfit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str, str]]:
+    """A filesystem's type and where one is mounted."""
+    kind: str = request.param
+    for name in ("lower", "upper", "work", "m"):
+        (tmp_path / name).mkdir()
+    options = f"lowerdir={tmp_path}/lower,upperdir={tmp_path}/upper,workdir={tmp_path}/work" if kind == "overlay" else ""
+    mount(kind, f"{tmp_path}/m", kind, 0, options)
+    try:
+        yield kind, f"{tmp_path}/m"
+    finally:
+        unmount(f"{tmp_path}/m")
+
+
+def doctor(directory: Path, root: str) -> dict[str, dict[str, str]]:
+    config = directory / "c.toml"
+    config.write_text(f'[snapshotter]\nroot = "{root}"\n')
+    argv = [*tools.weenv(), "doctor", "--config", str(config), "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False)
+    return {row["name"]: row for row in json.loads(done.stdout)}
+
+
+def test_a_root_that_erofs_cannot_be_mounted_from_is_named(unfit: tuple[str, str], tmp_path: Path) -> None:
+    kind, place = unfit
+    assert filesystem_at(place) == filesystem_at(f"{place}/not/yet") == kind
+    found = doctor(tmp_path, f"{place}/not/yet")["EROFS from a file"]
+    assert found["state"] == "fail" and f"on {kind}, which {place} is on" in found["seen"]
+    assert "[snapshotter] root" in found["remedy"]
+    assert os.listdir(place) == [], "doctor changes nothing"
+    with pytest.raises(MountError, match=f"on {kind}"):
+        probe_kernel(place)
+
+
+def test_the_probe_is_of_the_root_and_not_of_the_temporary_directory(tmp_path: Path, workdir: str) -> None:
+    (tmp_path / "t").mkdir()
+    mount("tmpfs", f"{tmp_path}/t", "tmpfs", 0, "")
+    try:
+        environment = {**os.environ, "TMPDIR": f"{tmp_path}/t"}
+        config = tmp_path / "c.toml"
+        config.write_text(f'[snapshotter]\nroot = "{workdir}/r"\n')
+        argv = [*tools.weenv(), "doctor", "--config", str(config), "--json"]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
+        found = {row["name"]: row["state"] for row in json.loads(done.stdout)}
+        assert found["EROFS from a file"] == "ok", done.stdout
+    finally:
+        unmount(f"{tmp_path}/t")

@@ -27,6 +27,7 @@ from weenv.plugin.snapshotter.blobfs.layers import DamagedTail, Layer, LayerTabl
 from weenv.plugin.snapshotter.blobfs.metrics import Report
 from weenv.plugin.snapshotter.blobfs.repair import TailRepair
 from weenv.plugin.snapshotter.blobfs.server import Server, resend
+from weenv.plugin.snapshotter.cache.tables import give_back
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer, FetchSettings
@@ -39,6 +40,8 @@ from weenv.registry.source import BlobSource, open_source
 
 log = logging.getLogger(__name__)
 
+_LARGE_TAIL = 4 << 20
+"""Bytes of a tail from which on it is worth returning the memory that looking at it took."""
 FILESYSTEM = "fuse.weenv-blobs"
 """The type shown in mountinfo; the kernel takes any subtype of ``fuse``."""
 
@@ -204,6 +207,8 @@ class Daemon:
             with open(os.path.join(layer.path, "toc"), "rb") as file:
                 extents = read_extents(file.read(layer.source.toc_length + 1), layer.source)
             layer.read_ahead.extents = extents
+            if layer.source.toc_length > _LARGE_TAIL:
+                give_back()
 
         try:
             async with self._extents:

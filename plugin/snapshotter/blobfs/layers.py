@@ -21,7 +21,7 @@ from weenv.layer.tail import FrameIndex
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.cache.present import BAD, Presence, lost_frames
 from weenv.plugin.snapshotter.cache.store import DataStore
-from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, spool
+from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, give_back, spool
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer
 from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
@@ -333,6 +333,8 @@ class LayerTable:
         if self._make_read_ahead is not None:
             layer.read_ahead = self._make_read_ahead(layer)
         layer.last_used = time.monotonic()
+        if isinstance(layer.frames, MappedFrames):
+            give_back()
         return layer
 
     def _read_index(self, path: str, source: LayerSource) -> FrameIndex | None:

@@ -11,6 +11,7 @@ layers that nobody made in order to do harm.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import tempfile
@@ -33,6 +34,13 @@ class MappedFrames(Frames):
     """A frame table whose columns are views of a mapped file."""
 
     __slots__ = ()
+
+
+def give_back() -> None:
+    """Return what was freed to the kernel: malloc keeps pieces of up to 32 MiB, several for each large table decoded."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc only
+    if trim is not None:
+        trim(0)
 
 
 def spool(frames: Frames, directory: str) -> Frames:

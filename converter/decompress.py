@@ -163,7 +163,7 @@ class ReadAhead:
     ``cancel`` is set.
     """
 
-    def __init__(self, read: Callable[[int], bytes], cancel: threading.Event, *, block: int = 1 << 20, depth: int = 4) -> None:
+    def __init__(self, read: Callable[[int], bytes], cancel: threading.Event, *, block: int = 2 << 20, depth: int = 4) -> None:
         self._read = read
         self._cancel = cancel
         self._block = block

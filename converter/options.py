@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from weenv.layer.encode import DEFAULT_LEVEL, DEFAULT_TARGET
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
-from weenv.registry.client import RegistryClient
-from weenv.registry.config import RegistryConfig
-from weenv.registry.manifest import Descriptor
+
+if TYPE_CHECKING:  # a layer's conversion is too short to import what talks to registries
+    from weenv.registry.client import RegistryClient
+    from weenv.registry.config import RegistryConfig
+    from weenv.registry.manifest import Descriptor
 
 CONVERTED = "converted"
 SKIPPED = "skipped"
@@ -37,6 +40,12 @@ class Event:
 Progress = Callable[[Event], None]
 
 
+def _usual_registry() -> RegistryConfig:
+    from weenv.registry.config import RegistryConfig
+
+    return RegistryConfig()
+
+
 @dataclass(frozen=True, slots=True)
 class ConvertOptions:
     """Sizes are in bytes."""
@@ -60,7 +69,7 @@ class ConvertOptions:
     """Where layers are spooled; empty: beside a layout destination, else $TMPDIR or /var/tmp (/tmp may be memory)."""
     chunk_size: int = 0
     """Upload in requests of that size; 0: one request for each blob."""
-    registry: RegistryConfig = field(default_factory=RegistryConfig)
+    registry: RegistryConfig = field(default_factory=_usual_registry)
     client: RegistryClient | None = None
     """A client to use instead of making one from ``registry``."""
     limits: Limits = DEFAULT_LIMITS

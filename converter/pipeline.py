@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import sys
 import threading
 from collections.abc import Callable
@@ -96,7 +95,7 @@ def convert_layer_file(
         check_replaceable(out_path)
     except OSError as error:
         raise StorageError(f"{out_path} {error.strerror}", errno=error.errno or 0) from error
-    temporary = os.path.join(directory, f".{os.path.basename(out_path)}.{secrets.token_hex(4)}.tmp")
+    temporary = os.path.join(directory, f".{os.path.basename(out_path)}.{os.urandom(4).hex()}.tmp")
     with contextlib.ExitStack() as stack:
         if in_path == "-":
             source: BinaryIO = sys.stdin.buffer

@@ -1,7 +1,8 @@
 """Where frames begin: decided from where payloads lie, whatever pieces the stream arrives in.
 
-- A file of at least one target begins a frame and is cut every target bytes; its last piece takes up to half a target more
-  rather than leave a small frame. The header of a large file that follows at once goes with it.
+- A file of at least one target begins a frame and is cut every target bytes, one of at least HUGE targets every two; its
+  last piece takes up to half of that more rather than leave a small frame. The header of a large file that follows at
+  once goes with it.
 - Smaller files share frames: a frame ends behind a file once it has a target's bytes, or when the next file would make
   it larger than one and a half.
 - Long runs of members without payload are cut every target bytes.
@@ -14,6 +15,10 @@ from __future__ import annotations
 _BLOCK = 512
 _SLACK = 4096
 """Bytes of headers and padding that may lie between two large files and still go with the first."""
+
+HUGE = 8
+"""Files of that many targets are read in long runs, as a rule, and are half of an image's bytes or more: frames of two
+targets cost a reader little there and make the blob smaller (docs/adr/0001-frame-size.md)."""
 
 
 class Cutter:
@@ -32,6 +37,7 @@ class Cutter:
         self._start = 0  # where the open frame begins
         self._end = 0  # the end of the latest payload, with its padding
         self._large = False  # the open frame holds (a piece of) a large file
+        self._piece = target  # and that file is cut every so many bytes
 
     def _cut(self, at: int, cuts: list[int]) -> None:
         if at > self._start:
@@ -59,6 +65,7 @@ class Cutter:
                 self._close_large(cuts)
             self._cut(offset, cuts)
             self._large = True
+            self._piece = self._target * 2 if length >= HUGE * self._target else self._target
         else:
             self._close_large(cuts)
             if self._end - self._start >= self._target or end - self._start > self._most:
@@ -67,8 +74,9 @@ class Cutter:
         return cuts
 
     def _cut_large(self, position: int, cuts: list[int]) -> None:
-        while self._end - self._start > self._most and self._start + self._target <= position:
-            self._cut(self._start + self._target, cuts)
+        piece, most = self._piece, self._piece + self._piece // 2
+        while self._end - self._start > most and self._start + piece <= position:
+            self._cut(self._start + piece, cuts)
         self._large = True
 
     def _close_large(self, cuts: list[int]) -> None:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 import zstandard
@@ -28,9 +28,14 @@ from weenv.layer.toc import Frames, Toc
 from weenv.layer.tree import TreeBuilder
 from weenv.layer.verify import LayerDescriptor
 
-DEFAULT_TARGET = 512 << 10
+DEFAULT_TARGET = 640 << 10
 DEFAULT_LEVEL = 3
 """Frame size in bytes and zstd level; docs/adr/0001-frame-size.md has the measurements behind them."""
+
+_WINDOW_LOG = 21
+_HASH_LOG = 16
+_CHAIN_LOG = 15
+"""log2: of the window in bytes, of the entries of the tables for long and for short matches (dfast); see the same page."""
 
 READ_SIZE = 1 << 20
 _IN_FLIGHT = 8 << 20
@@ -40,6 +45,7 @@ Progress = Callable[[int, int | None], None]
 """Called with the bytes of the stream taken in so far, and of how many, where known."""
 
 _Batch = list[tuple[bytes, bytes]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -64,6 +70,27 @@ class EncodedLayer:
         return self.descriptor().annotations()
 
 
+def parameters(level: int) -> zstandard.ZstdCompressionParameters:
+    """How frames of ``level`` are compressed: as zstd does it, but for the default level.
+
+    zstd's level 3 has tables of 2^17 and 2^16 entries, made for longer inputs than frames: with half of that it takes 7 %
+    less time and 0.8 % more bytes, which larger frames in large files give back.
+    """
+    if level != DEFAULT_LEVEL:
+        return zstandard.ZstdCompressionParameters.from_level(level, write_checksum=False, write_content_size=True)
+    return zstandard.ZstdCompressionParameters(
+        window_log=_WINDOW_LOG,
+        hash_log=_HASH_LOG,
+        chain_log=_CHAIN_LOG,
+        search_log=1,
+        min_match=5,
+        target_length=0,
+        strategy=zstandard.STRATEGY_DFAST,
+        write_checksum=False,
+        write_content_size=True,
+    )
+
+
 class _Compressors(threading.local):
     """One compressor per thread, reused: setting one up costs as much as a small frame."""
 
@@ -73,7 +100,7 @@ class _Compressors(threading.local):
     def get(self, level: int) -> zstandard.ZstdCompressor:
         if self.compressor is None or self.level != level:
             self.level = level
-            self.compressor = zstandard.ZstdCompressor(level=level, write_checksum=False, write_content_size=True)
+            self.compressor = zstandard.ZstdCompressor(compression_params=parameters(level))
         return self.compressor
 
 
@@ -93,20 +120,20 @@ def _compress(pieces: list[bytes | memoryview], level: int) -> _Batch:
 class _Serial:
     """Calls made one after the other by one thread of their own, a few of them waiting at most."""
 
-    _WAITING = 16
+    _WAITING = 8
 
     def __init__(self, name: str) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix=name)
         self._calls: deque[Future[None]] = deque()
 
-    def do(self, call: Callable[[bytes], object], data: bytes) -> None:
+    def do(self, call: Callable[[T], object], data: T) -> None:
         """Have ``call(data)`` made. Raises what an earlier call raised."""
         while len(self._calls) >= self._WAITING or (self._calls and self._calls[0].done()):
             self._calls.popleft().result()
         self._calls.append(self._pool.submit(self._run, call, data))
 
     @staticmethod
-    def _run(call: Callable[[bytes], object], data: bytes) -> None:
+    def _run(call: Callable[[T], object], data: T) -> None:
         call(data)
 
     def finish(self) -> None:
@@ -256,21 +283,22 @@ class _Encoder:
     def _write(self) -> None:
         job, size = self._jobs.popleft()
         batch = job.result()
-        self._put(b"".join([frame for frame, _ in batch]))
+        self._put([frame for frame, _ in batch])
         for frame, digest in batch:
             self._compressed.append(len(frame))
             self._digests += digest
         self._in_flight -= size
 
-    def _put(self, data: bytes) -> None:
-        self._writer.do(self._write_all, data)
-        self._writer.do(self._blob.update, data)
-        self._written += len(data)
+    def _put(self, parts: list[bytes]) -> None:
+        self._writer.do(self._write_all, parts)
+        self._written += sum(map(len, parts))
 
-    def _write_all(self, data: bytes) -> None:
-        view = memoryview(data)
-        while view:  # unbuffered files take less than all when they please
-            view = view[self._out.write(view) :]
+    def _write_all(self, parts: list[bytes]) -> None:
+        for part in parts:
+            view = memoryview(part)
+            while view:  # unbuffered files take less than all when they please
+                view = view[self._out.write(view) :]
+            self._blob.update(part)
 
     def finish(self) -> EncodedLayer:
         self._scanner.close()
@@ -298,7 +326,7 @@ class _Encoder:
         )
         toc_offset = self._written
         tail = build_tail(toc, self._limits)
-        self._put(tail)
+        self._put([tail])
         self._writer.finish()
         return EncodedLayer(
             blob_digest="sha256:" + self._blob.hexdigest(),

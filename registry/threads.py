@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import threading
 from collections.abc import Callable
@@ -21,6 +20,8 @@ async def in_thread(executor: Executor | None, work: Callable[[threading.Event],
 
     A cancelled call ends when the thread has: it may be using files that the caller is about to remove.
     """
+    import asyncio  # here, for those who need Cancelled only
+
     cancel = threading.Event()
     future = asyncio.get_running_loop().run_in_executor(executor, work, cancel)
     try:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weenv.layer.cuts import Cutter
+from weenv.layer.cuts import HUGE, Cutter
 
 TARGET = 8192
 
@@ -33,7 +33,9 @@ def streams(draw: st.DrawFn) -> tuple[list[tuple[int, int]], int]:
     position, payloads = 0, []
     for _ in range(draw(st.integers(0, 25))):
         position += 512 * draw(st.sampled_from([1, 1, 1, 2, 3, 9, 40]))
-        length = draw(st.one_of(st.integers(1, 3000), st.integers(1, 6 * TARGET), st.just(TARGET)))
+        length = draw(
+            st.one_of(st.integers(1, 3000), st.integers(1, 6 * TARGET), st.integers(TARGET, 12 * TARGET), st.just(TARGET))
+        )
         payloads.append((position, length))
         position += up(length)
     return payloads, position + draw(st.sampled_from([0, 1024, 10_240, 100_000, 17]))
@@ -47,15 +49,16 @@ def test_frames(stream: tuple[list[tuple[int, int]], int], step: int) -> None:
     assert cuts == sorted(set(cuts))
     assert (cuts[-1] if cuts else 0) == size
     begins = [0, *cuts[:-1]] if cuts else []
-    assert max((end - begin for begin, end in zip(begins, cuts, strict=True)), default=0) <= TARGET * 5 // 2 + 4096
+    assert max((end - begin for begin, end in zip(begins, cuts, strict=True)), default=0) <= TARGET * 7 // 2 + 4096
     for offset, length in payloads:
         inside = [at for at in begins if offset < at < offset + length]
         if length < TARGET:
             assert inside == []
         else:
             assert offset in begins
-            assert inside == [offset + TARGET * i for i in range(1, len(inside) + 1)]
-            assert length - TARGET * len(inside) <= TARGET * 3 // 2
+            piece = TARGET if length < HUGE * TARGET else 2 * TARGET
+            assert inside == [offset + piece * i for i in range(1, len(inside) + 1)]
+            assert piece // 2 - 512 < length - piece * len(inside) <= piece * 3 // 2
             # Nothing but the next header follows in its last frame.
             assert (
                 min((at for at in cuts if at >= offset + length), default=0) <= offset + up(length) + 4096
@@ -78,6 +81,22 @@ def test_large_files_do_not_make_frames_of_their_headers() -> None:
     assert len(cuts) == 11
 
 
+def test_huge_files_have_frames_of_twice_the_size_and_their_neighbours_do_not() -> None:
+    sizes = [HUGE * TARGET - 512, HUGE * TARGET, HUGE * TARGET - 512]
+    payloads, position = [], 512
+    for size in sizes:
+        payloads.append((position, size))
+        position += size + 512
+    cuts = cut(payloads, position)
+    frames = {
+        offset: [b - a for a, b in zip([0, *cuts], cuts, strict=False) if offset <= a < offset + length]
+        for offset, length in payloads
+    }
+    first, huge, last = (frames[offset] for offset, _ in payloads)
+    assert first[:-1] == last[:-1] == [TARGET] * (HUGE - 1)
+    assert huge == [2 * TARGET] * (HUGE // 2 - 1) + [2 * TARGET + 512]
+
+
 def test_a_long_run_without_payload_is_cut_while_it_lasts() -> None:
     cutter = Cutter(TARGET)
     assert cutter.known(TARGET * 10)[:2] == [TARGET, 2 * TARGET]
@@ -93,4 +112,4 @@ def test_a_claimed_length_costs_nothing() -> None:
     """A header may claim any length: boundaries are made for bytes that have come, not for those that are promised."""
     cutter = Cutter(TARGET)
     assert cutter.payload(512, 1 << 62) == [512]
-    assert cutter.known(512 + 3 * TARGET) == [512 + TARGET, 512 + 2 * TARGET, 512 + 3 * TARGET]
+    assert cutter.known(512 + 7 * TARGET) == [512 + 2 * TARGET, 512 + 4 * TARGET, 512 + 6 * TARGET]

@@ -8,7 +8,7 @@ import tempfile
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weenv.core.digest import sha256
@@ -26,6 +26,7 @@ def reader(blob: bytes) -> ReadAt:
     return lambda offset, length: blob[offset : offset + length]
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(TAR) + 10), st.integers(0, 100_000))
 def test_reads_are_slices(offset: int, length: int) -> None:
     assert READER.read(offset, length) == TAR[offset : offset + length]
@@ -34,6 +35,7 @@ def test_reads_are_slices(offset: int, length: int) -> None:
 READER = LayerReader(reader(BLOB), LAYER.toc.frames)
 
 
+@settings(deadline=None)
 @given(tars(), st.sampled_from([512, 4096, 1 << 20]))
 def test_whole_streams(tar: bytes, target: int) -> None:
     blob, layer = encode(tar, target=target)
@@ -100,6 +102,7 @@ def test_every_link_of_the_chain_matters() -> None:
             verify_blob(reader(BLOB), len(BLOB), descriptor=dataclasses.replace(sound, **change))
 
 
+@settings(deadline=None)
 @given(st.integers(0, len(BLOB) * 8 - 1), st.booleans())
 def test_any_flipped_bit_is_found(bit: int, described: bool) -> None:
     blob = bytearray(BLOB)

@@ -9,6 +9,7 @@ import dataclasses
 import json
 import os
 import pty
+import signal
 import subprocess
 from collections.abc import Iterator
 
@@ -50,25 +51,45 @@ def bench(module_bench: Bench, node: Node) -> Bench:
     return module_bench
 
 
-def test_killed_in_the_middle_of_a_conversion(bench: Bench, publish: Publisher, repository: str) -> None:
-    big = publish.layer("killed", [*harness("killed"), Member("opt/agent/big", noise(96 << 20, 8))])
+def test_ended_and_killed_in_the_middle_of_a_conversion(bench: Bench, publish: Publisher, repository: str) -> None:
+    big = publish.layer("killed", [*harness("killed"), Member("opt/agent/big", noise(48 << 20, 8))])
     plan = bench.plan("killed", publish.base, repository, publish.plain("killed", big))
     bench.ok("plan", "compose", bench.plan("warm", publish.base))
     before = bench.blobs()
-    argv = bench.argv("run", "--rm", plan, "--", "sh", "-c", SCRIPT)
-    process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        wait_until("the conversion", lambda: any(name.endswith(".out") for name in bench.working()), 60, 0.001)
-    finally:
-        process.kill()
-        process.wait()
-    assert any(name.endswith(".out") for name in bench.working()), "it was in the middle of it"
-    assert bench.blobs() == before
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        process = subprocess.Popen(
+            bench.argv("run", "--rm", plan, "--", "sh", "-c", SCRIPT), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            wait_until("the conversion", lambda: any(name.endswith(".out") for name in bench.working()), 60, 0.001)
+            process.send_signal(number)
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            status = process.wait()
+        assert status == {signal.SIGTERM: 128 + signal.SIGTERM, signal.SIGKILL: -signal.SIGKILL}[number]
+        assert bench.blobs() == before
+        assert bool(bench.working()) == (number == signal.SIGKILL), "only who is killed leaves something"
     out, err = bench.ok("run", "--rm", plan, "--", "sh", "-c", SCRIPT)
     assert out.splitlines() == expected("killed")
     assert "1 layer converted on this node" in err
     assert not bench.working()
     assert len(bench.blobs() - before) == 1
+
+
+def test_a_layer_that_is_no_tar(bench: Bench, publish: Publisher, repository: str) -> None:
+    path = publish.tar("no-tar", [])
+    with open(path, "wb") as file:
+        file.write(noise(100_000, 11))
+    broken = publish.plain("no-tar", publish.store.layout.layer(path))
+    plan = bench.plan("no-tar", repository, broken)
+    config = bench.configured("no-tar", "", "nl-no-tar")
+    bench.node.expect("image is not served lazily")
+    for _ in range(2):  # the second time it is known that it cannot be converted
+        assert "cannot be unpacked" in bench.fails("run", "--rm", plan, "--", "true", config=config)
+        bench.nothing_left("nl-no-tar")
 
 
 def test_on_a_terminal_progress_is_shown(bench: Bench, publish: Publisher, repository: str) -> None:

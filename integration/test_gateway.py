@@ -166,6 +166,18 @@ def gateway(module_node: Node, registry: Registry, plans: str) -> Iterator[Gatew
         yield running
 
 
+@pytest.fixture(scope="module")
+def lone(home: str, registry: Registry, plans: str) -> Iterator[Gateway]:
+    """One on a node without containerd."""
+    config = os.path.join(home, "lone.toml")
+    Path(config).write_text(
+        f'[snapshotter]\nroot = "{home}/lone"\n[gateway]\nplans = ["{plans}", "{registry.host}/plans"]\n'
+        f'groups = ["{registry.host}/**"]\n'
+    )
+    with Gateway(home, config) as running:
+        yield running
+
+
 def composed(text: str, root: str, source: str = "plan") -> Composed:
     """What ``weenv plan compose`` would register, made apart from the gateway."""
 
@@ -229,6 +241,18 @@ def test_a_plan_with_a_patch_is_one_layer_more(
     assert json.loads(gateway.ask("/v2/plan/task/tags/list")[2])["tags"] == ["bare", "latest"]
 
 
+def test_a_layer_that_another_node_made_is_read_from_its_gateway(node: Node, lone: Gateway, groups: Groups, plans: str) -> None:
+    """The gateway's node is not the one that starts the image: the mutation's layer is in no registry but this one."""
+    more = f"mutations:\n  - files: {{/testbed/far: 'from afar to {node.line}'}}\n"
+    Path(plans, f"far-{node.line}.yaml").write_text(plan_text(groups.base, groups.repository, more=more))
+    ref = f"{lone.host}/plan/far-{node.line}:latest"
+    namespace = node.pull(ref)
+    try:
+        assert node.shell(ref, "cat far", namespace) == f"from afar to {node.line}"
+    finally:
+        node.remove_image(ref, namespace)
+
+
 def test_cri_pulls_and_starts_it(node: Node, gateway: Gateway, plans: str, tmp_path: Path) -> None:
     wanted = composed(Path(plans, "task@bare.yaml").read_text(), str(tmp_path))
     ref = f"{gateway.host}/plan/task:bare"
@@ -276,9 +300,7 @@ def test_what_is_not_lazy_falls_back_and_is_said(node: Node, gateway: Gateway) -
         node.remove_image(ref, namespace)
 
 
-def test_skopeo_copies_it_with_the_same_digest(
-    gateway: Gateway, groups: Groups, policy: str, plans: str, tmp_path: Path
-) -> None:
+def test_skopeo_copies_it_with_the_same_digest(lone: Gateway, groups: Groups, policy: str, plans: str, tmp_path: Path) -> None:
     """containers/image checks names, media types, and every digest; podman and CRI-O pull with it."""
     for name, text in (
         ("plan/task", Path(plans, "task.yaml").read_text()),
@@ -287,24 +309,24 @@ def test_skopeo_copies_it_with_the_same_digest(
     ):
         wanted = composed(text, str(tmp_path / "root"), f"{plans}/task.yaml")
         target = str(tmp_path / "copy")
-        skopeo(policy, "copy", "--src-tls-verify=false", f"docker://{gateway.host}/{name}:latest", f"oci:{target}:x")
+        skopeo(policy, "copy", "--src-tls-verify=false", f"docker://{lone.host}/{name}:latest", f"oci:{target}:x")
         (entry,) = json.loads(Path(target, "index.json").read_text())["manifests"]
         assert entry["digest"] == wanted.digest, name
         blobs = {f"sha256:{blob}" for blob in os.listdir(Path(target, "blobs/sha256"))}
         assert blobs == {wanted.digest, wanted.config_digest, *(layer.ref.digest for layer in wanted.layers)}
         shutil.rmtree(target)
-        digest = skopeo(policy, "inspect", "--tls-verify=false", "--format", "{{.Digest}}", f"docker://{gateway.host}/{name}")
+        digest = skopeo(policy, "inspect", "--tls-verify=false", "--format", "{{.Digest}}", f"docker://{lone.host}/{name}")
         assert digest.strip() == wanted.digest
 
 
-def test_a_plan_out_of_a_registry(gateway: Gateway, registry: Registry, policy: str, plans: str, tmp_path: Path) -> None:
+def test_a_plan_out_of_a_registry(lone: Gateway, registry: Registry, policy: str, plans: str, tmp_path: Path) -> None:
     target = f"{registry.host}/plans/team/pushed:1"
     said = json.loads(run(*tools.weenv(), "plan", "push", f"{plans}/task.yaml", target, "--json"))
     assert said["descriptor"]["digest"] == registry.manifest("plans/team/pushed", "1")[1]
     wanted = composed(Path(plans, "task.yaml").read_text(), str(tmp_path), f"{plans}/task.yaml")
-    image = f"docker://{gateway.host}/plan/team/pushed:1"
+    image = f"docker://{lone.host}/plan/team/pushed:1"
     assert skopeo(policy, "inspect", "--tls-verify=false", "--format", "{{.Digest}}", image).strip() == wanted.digest
-    assert json.loads(gateway.ask("/v2/plan/team/pushed/tags/list")[2])["tags"] == ["1"]
+    assert json.loads(lone.ask("/v2/plan/team/pushed/tags/list")[2])["tags"] == ["1"]
     run(*tools.weenv(), "plan", "pull", target, "-o", str(tmp_path / "back.yaml"))
     assert load_plan(str(tmp_path / "back.yaml")).mutations[0].patch == PATCH
 
@@ -347,8 +369,10 @@ def test_the_gateway_may_be_gone_once_an_image_is_pulled(
         node.remove_image(ref, namespace)
 
 
-def test_killed_and_started_again_it_goes_on(module_node: Node, registry: Registry, plans: str, groups: Groups) -> None:
-    running = Gateway(module_node.home, module_node.config, "--plans", plans, "--allow", registry.host, "--blobs", "proxy")
+def test_killed_and_started_again_it_goes_on(home: str, registry: Registry, plans: str, groups: Groups) -> None:
+    config = os.path.join(home, "killed.toml")
+    Path(config).write_text(f'[snapshotter]\nroot = "{home}/killed"\n')
+    running = Gateway(home, config, "--plans", plans, "--allow", registry.host, "--blobs", "proxy")
     with running:
         name = spell([groups.repository])
         _, headers, manifest = running.ask(f"/v2/{name}/manifests/latest")

@@ -5,27 +5,32 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import datetime
 import json
 import logging
 import os
 import re
 import socket
 import sqlite3
+import ssl
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
-from hypothesis import given
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulator.registry import SimulatedRegistry, redirect, stall, status
-from weenv_testkit.layers import encode, make_tar
 
 from weenv.core.digest import sha256
-from weenv.core.errors import BadReference, ConfigError, StorageError, WeenvError
+from weenv.core.errors import BadReference, ConfigError, StorageError
 from weenv.environment.build import compose
 from weenv.environment.gateway import daemon
 from weenv.environment.gateway.config import GatewayConfig, from_tables, parse_address
@@ -47,13 +52,13 @@ from weenv.environment.gateway.protocol import (
 from weenv.environment.gateway.sources import allowed
 from weenv.environment.gateway.store import LayerPlace, Store, StoredImage
 from weenv.environment.plan import parse_plan
-from weenv.environment.planref import push_plan
 from weenv.layer.verify import MEDIA_TYPE
 from weenv.plugin.snapshotter.layerdir import Origin
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref.resolve import Resolver
 from weenv.registry.manifest import OCI_CONFIG, OCI_INDEX, OCI_MANIFEST
 from weenv.registry.reference import parse_reference
+from weenv_testkit.layers import encode, make_tar
 
 HEX = "4f" * 32
 
@@ -73,6 +78,7 @@ references = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(st.lists(references, min_size=1, max_size=3))
 def test_what_is_spelt_is_a_name_and_means_the_same_again(refs: list[str]) -> None:
     try:
@@ -105,6 +111,7 @@ def test_what_a_name_cannot_spell_is_said(ref: str) -> None:
         spell([ref])
 
 
+@settings(deadline=None)
 @given(st.lists(references, min_size=1, max_size=2), st.lists(references, min_size=1, max_size=2))
 def test_two_stacks_never_have_one_name(one: list[str], two: list[str]) -> None:
     with contextlib.suppress(BadReference):
@@ -112,7 +119,10 @@ def test_two_stacks_never_have_one_name(one: list[str], two: list[str]) -> None:
             assert spell(one) != spell(two)
 
 
-@given(st.one_of(st.text(max_size=60), st.from_regex(r"(plan|compose)/[a-z0-9_./-]{0,60}", fullmatch=True)), st.text(max_size=9))
+@settings(deadline=None)
+@given(
+    st.one_of(st.text(max_size=60), st.from_regex(r"(plan|compose)/[a-z0-9_./-]{0,60}", fullmatch=True)), st.text(max_size=9)
+)
 def test_any_text_is_a_name_or_a_clear_error(name: str, tag: str) -> None:
     try:
         meant = parse_name(name, tag)
@@ -170,6 +180,7 @@ def test_paths() -> None:
         parse_path("/v2/a%2fb/manifests/1")
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40), st.one_of(st.text(max_size=20), st.from_regex(r"bytes=[0-9]{0,3}-[0-9]{0,3}", fullmatch=True)))
 def test_a_range_is_what_it_says_or_everything(data: bytes, header: str) -> None:
     try:
@@ -302,7 +313,12 @@ class Groups:
     def add(self, repository: str, files: dict[str, bytes], tag: str = "1", **config: Any) -> str:
         blob, layer = encode(make_tar([{"name": name, "data": data} for name, data in files.items()]))
         body = json.dumps(
-            {"architecture": "amd64", "os": "linux", "config": config, "rootfs": {"type": "layers", "diff_ids": [layer.diff_id]}}
+            {
+                "architecture": "amd64",
+                "os": "linux",
+                "config": config,
+                "rootfs": {"type": "layers", "diff_ids": [layer.diff_id]},
+            }
         ).encode()
         descriptor = {
             "mediaType": MEDIA_TYPE, "digest": self.sim.add_blob(blob), "size": len(blob), "annotations": layer.annotations(),
@@ -336,11 +352,11 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(root: Path, tables: dict[str, Any] | None = None, **settings: Any) -> AsyncIterator[Served]:
+async def serving(root: Path, tables: dict[str, Any] | None = None, **changed: Any) -> AsyncIterator[Served]:
     """A gateway with the node's root at ``root``, until the block ends."""
     tables = {"snapshotter": {"root": str(root)}, "registry": {"attempts": 1, "deadline": 3.0}, **(tables or {})}
     started: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-    config = replace(GatewayConfig(address="127.0.0.1:0"), **settings)
+    config = replace(GatewayConfig(address="127.0.0.1:0"), **changed)
     running = asyncio.ensure_future(daemon.serve(config, tables, ready=started.set_result))
     await asyncio.wait([started, running], return_when=asyncio.FIRST_COMPLETED)
     if running.done():
@@ -577,8 +593,8 @@ async def test_plans_from_a_registry_stack_what_is_allowed_and_read_no_file(tmp_
             }  # fmt: skip
             sim.add_manifest(json.dumps(manifest).encode(), OCI_MANIFEST, "p")
 
-        settings = {"plans": (f"{sim.host}/plans",), "groups": (f"{sim.host}/team/**",), "max_age": 0.0}
-        async with serving(tmp_path / "root", **settings) as gw:
+        team = f"{sim.host}/team/**"
+        async with serving(tmp_path / "root", plans=(f"{sim.host}/plans",), groups=(team,), max_age=0.0) as gw:
             publish(plan_of(ref))
             assert (await gw.ask("plan/x/manifests/p"))[0] == 200
             publish(plan_of(ref.replace("team", "other")))
@@ -747,6 +763,60 @@ async def test_the_policy_is_asked_before_anything_is_answered(tmp_path: Path) -
                 assert await gw.code(f"{name}/{path}") == (403, "DENIED"), path
         async with serving(tmp_path / "root", groups=(sim.host,)) as gw:
             assert (await gw.ask(f"{name}/manifests/{headers['docker-content-digest']}"))[2] == body
+
+
+async def test_an_answer_under_way_ends_well_when_the_gateway_is_stopped(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim, aiohttp.ClientSession() as session:
+        groups = Groups(sim)
+        name = spell([groups.add("base", {"a": os.urandom(100_000)})])
+        digest, blob = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,), blobs="proxy") as gw:
+            await gw.ask(f"{name}/manifests/latest")
+            sim.script.append(stall(0.5, 100))
+            answer = await session.get(f"http://{gw.address}/v2/{name}/blobs/{digest}")
+        async with answer:
+            assert await answer.read() == blob
+        with pytest.raises(aiohttp.ClientConnectorError):
+            await session.get(f"http://{gw.address}/v2/")
+
+
+async def test_tls_and_metrics(tmp_path: Path) -> None:
+    """Clients of a TLS registry do not follow redirects to plain HTTP, so such layers go through the gateway."""
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "localhost")])
+    now = datetime.datetime.now(datetime.UTC)
+    certificate = (
+        x509.CertificateBuilder().subject_name(name).issuer_name(name).public_key(key.public_key()).serial_number(1)
+        .not_valid_before(now - datetime.timedelta(days=1)).not_valid_after(now + datetime.timedelta(days=1))
+        .add_extension(x509.SubjectAlternativeName([x509.DNSName("localhost")]), False).sign(key, hashes.SHA256())
+    )  # fmt: skip
+    pem, keyfile = tmp_path / "c.pem", tmp_path / "k.pem"
+    pem.write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
+    keyfile.write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    )
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        metrics = f"127.0.0.1:{probe.getsockname()[1]}"
+    context = ssl.create_default_context(cafile=str(pem))
+    secure = {"tls_certificate": str(pem), "tls_key": str(keyfile), "metrics_address": metrics}
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        stack = spell([groups.add("base", {"a": b"1"})])
+        digest, blob = groups.layers["base"]
+        async with serving(tmp_path / "root", groups=(sim.host,), **secure) as gw:
+            url = f"https://localhost:{gw.address.rpartition(':')[2]}/v2/{stack}"
+            async with gw.session.get(f"{url}/manifests/latest", ssl=context) as answer:
+                assert answer.status == 200
+            async with gw.session.get(f"{url}/blobs/{digest}", ssl=context, allow_redirects=False) as answer:
+                assert (answer.status, await answer.read()) == (200, blob)
+            async with gw.session.get(f"http://{metrics}/metrics") as answer:
+                text = await answer.text()
+            assert 'weenv_gateway_requests_total{kind="manifests",status="200"} 1.0' in text
+            assert f"weenv_gateway_proxied_bytes_total {float(len(blob))}" in text
+    with pytest.raises(ConfigError, match="cannot use"):
+        async with serving(tmp_path / "root", tls_certificate=str(keyfile), tls_key=str(keyfile)):
+            pass
 
 
 async def test_many_ask_for_one_name_and_it_is_composed_once(tmp_path: Path) -> None:

@@ -42,14 +42,20 @@ def _containerd(path: str, address: str) -> Iterator[checks.Finding]:
 
 def _blobs(path: str, status_socket: str) -> checks.Finding:
     """Whether blobfs is mounted and answers. Never looks at the mount itself: without a server that waits for one."""
-    from weenv.cli.status import blobfs_status
+    from weenv.cli.status import blobfs_problems, blobfs_status
     from weenv.plugin.snapshotter.mounts import mounts_below
 
     remedy = "start it: weenv blobfs serve"
     if path not in mounts_below(os.path.dirname(path)):
         return checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)
-    if blobfs_status(status_socket) is None:
+    answer = blobfs_status(status_socket)
+    if answer is None:
         return checks.Finding("blobfs", "fail", f"mounted at {path}, but no server answers: readers wait for it", remedy)
+    if bad := answer.get("bad_layers"):
+        seen = f"{len(bad)} layers are not served: {bad[0]['digest']}: {bad[0]['reason']}"
+        return checks.Finding("blobfs", "fail", seen, "remove the images that use them; whoever published them must mend them")
+    if problems := blobfs_problems(answer):
+        return checks.Finding("blobfs", "warn", f"mounted at {path}; {problems[0]}", "see weenv status and the daemon's log")
     return checks.Finding("blobfs", "ok", f"mounted at {path}")
 
 

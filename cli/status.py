@@ -44,6 +44,17 @@ def _lost(root: str, path: str) -> str:
     )
 
 
+def blobfs_problems(answer: dict[str, Any] | None) -> list[str]:
+    """What went wrong in the running blobfs since it began, a line for each layer that had errors."""
+    lines: list[str] = []
+    for layer in (answer or {}).get("layers", []):
+        if layer.get("errors"):
+            kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(layer["errors"].items()))
+            where = f"layer {render.short(layer['digest'])} ({layer['local_percent']:g}% local)"
+            lines.append(f"{where}: {kinds}; last: {layer['last_error']}")
+    return lines
+
+
 @click.command()
 @click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
@@ -99,5 +110,5 @@ def status(config_path: str, as_json: bool) -> None:
     click.echo(f"blobfs: {'running' if blobfs is not None else 'not running'}")
     if lost:
         click.echo(f"problem: {lost}")
-    for problem in node.problems:
+    for problem in [*node.problems, *blobfs_problems(blobfs)]:
         click.echo(f"problem: {problem}")

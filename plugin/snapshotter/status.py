@@ -14,7 +14,7 @@ from weenv.core.errors import FormatError, StorageError
 from weenv.plugin.containerd.types import Kind
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import META
-from weenv.plugin.snapshotter.cache.present import progress
+from weenv.plugin.snapshotter.cache.present import is_bad, progress
 from weenv.plugin.snapshotter.layerdir import CONVERTED, LayerDirs
 from weenv.plugin.snapshotter.metastore import Layer, Metastore
 
@@ -117,6 +117,8 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
         mode = layer.mode if layer.mode and point in mounted else "unmounted"
         if mode == "unmounted":
             problems.append(f"layer {layer.digest} is not mounted")
+        if is_bad(dirs.path(layer.digest)):
+            problems.append(f"layer {layer.digest} does not have its diffID and is not served: remove the image")
         layers.append(_layer(dirs, layer, mode, point, per_layer.get(layer.id, 0), users.get(layer.id, 0)))
     kept = _converted(root)
     return NodeStatus(

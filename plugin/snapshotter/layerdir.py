@@ -4,6 +4,7 @@
 
     <root>/layers/sha256/<64 hex digits of the layer digest>/
         toc            the blob's tail, byte for byte (TOC frame and seek table); verified before it is written
+        toc.damaged    a toc that blobfs found damaged and replaced, for whoever wants to look at it
         source.json    what the blob is and where its bytes come from (:class:`LayerSource`)
         facts.json     diffID and implied directories, from ``toc`` (planes/base.py)
         plain          empty; exists once the kernel reads ``data`` by itself, which must then stay complete

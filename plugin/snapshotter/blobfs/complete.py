@@ -1,6 +1,6 @@
 """Checks a complete layer's stream against the diffID of its TOC, once, before the layer counts as complete.
 
-Every frame has been checked by then, and so has the table that holds their digests. What this adds (docs/adr/0004):
+Every frame has been checked by then, and so has the table that holds their digests. What this adds (docs/adr/0006):
 a TOC whose frames do not make up the stream that the image's config names, which containerd finds out when it unpacks a
 layer and a lazy layer never would; and a disk that has lost or changed what it was given.
 

@@ -9,7 +9,7 @@
     16      8     n, the number of frames
     24      8     size of the tar stream, bytes
     32      16    boot id: of the boot during which the VOLATILE marks below were made
-    48      1     whether the stream has its diffID: 0 UNCHECKED, 1 GOOD, 2 BAD, 3 AGAIN (docs/adr/0004)
+    48      1     whether the stream has its diffID: 0 UNCHECKED, 1 GOOD, 2 BAD, 3 AGAIN (docs/adr/0006)
     49      1     1: ``data`` had no hole when it was found GOOD, so it must have none
     50      14    zero
     64      4 n   content size of each frame, bytes

@@ -52,14 +52,15 @@ def bench(module_bench: Bench, node: Node) -> Bench:
 
 
 def test_ended_and_killed_in_the_middle_of_a_conversion(bench: Bench, publish: Publisher, repository: str) -> None:
-    big = publish.layer("killed", [*harness("killed"), Member("opt/agent/big", noise(48 << 20, 8))])
+    slow = noise(32 << 20, 8).hex().encode()  # takes zstd longer than noise
+    big = publish.layer("killed", [*harness("killed"), Member("opt/agent/big", slow)])
     plan = bench.plan("killed", publish.base, repository, publish.plain("killed", big))
     bench.ok("plan", "compose", bench.plan("warm", publish.base))
     before = bench.blobs()
     for number in (signal.SIGTERM, signal.SIGKILL):
         process = subprocess.Popen(
-            bench.argv("run", "--rm", plan, "--", "sh", "-c", SCRIPT), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
+            ["nice", "-n", "19", *bench.argv("run", "--rm", plan, "--", "sh", "-c", SCRIPT)], stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         try:
             wait_until("the conversion", lambda: any(name.endswith(".out") for name in bench.working()), 60, 0.001)

@@ -12,7 +12,7 @@ class Limits:
     max_entries: int = 4_000_000
     """Files, directories and links of one layer."""
     max_frames: int = 1 << 21
-    """Frames of one blob: 1 TiB at 512 KiB a frame, the default. blobfs keeps some 75 bytes of each in memory."""
+    """Frames of one blob: beyond max_stream at 640 KiB a frame, the default. blobfs keeps some 75 bytes of each in memory."""
     max_frame_content: int = 64 << 20
     """Uncompressed size of one frame: bounds the decompressor's output buffer."""
     max_toc_compressed: int = 512 << 20

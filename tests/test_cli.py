@@ -71,6 +71,16 @@ def test_help_lists_every_command_and_imports_none(capsys: Captured) -> None:
         assert f"\n  {name} " in out
 
 
+def test_converting_a_layer_imports_nothing_that_speaks_to_registries(tmp_path: Path) -> None:
+    (tmp_path / "in.tar").write_bytes(tar_bytes())
+    script = "import sys; from weenv.cli.entry import main\nsys.argv = ['weenv', 'layer', 'convert', *sys.argv[1:]]\n"
+    script += "try: main()\nexcept SystemExit as ended: assert not ended.code\n"
+    script += "loaded = {'aiohttp', 'asyncio', 'grpc', 'oras', 'rich', 'ssl'} & set(sys.modules)\n"
+    script += "assert not loaded, f'a tenth of the time of a small layer: {loaded}'"
+    subprocess.run([sys.executable, "-c", script, tmp_path / "in.tar", tmp_path / "out"], check=True, capture_output=True)
+    assert (tmp_path / "out").stat().st_size > 900_000
+
+
 @pytest.mark.parametrize(
     "argv", [["nonsense"], ["layer", "inspect"], ["convert", "a"], ["layer", "convert", "/nonexistent", "x"]]
 )

@@ -101,6 +101,28 @@ def test_large_files_begin_frames_and_small_ones_are_not_split() -> None:
                 assert len(covering) == 1
 
 
+def test_defaults() -> None:
+    """What docs/adr/0001-frame-size.md decided, in a blob that the zstd tool takes."""
+    text = b"".join(b"line %d of a text that compresses well\n" % i for i in range(150_000))[: 5 << 20]
+    tar = make_tar(
+        [{"name": "small", "data": text[:1000]}, {"name": "huge", "data": text}, {"name": "large", "data": text[: 3 << 19]}]
+    )
+    out = io.BytesIO()
+    layer = encode_layer(io.BytesIO(tar), out)
+    assert (layer.toc.frame_target, layer.toc.level) == (640 << 10, 3)
+    assert layer.toc.frames.content_sizes.tolist()[1:-1] == [*[1280 << 10] * 3, (1280 << 10) + 512, 640 << 10]
+    assert subprocess.run(["zstd", "-dcq"], input=out.getvalue(), capture_output=True, check=True).stdout == tar
+    sizes = [len(encode_layer_of(tar, level)) for level in (1, 3, 5)]
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == 3
+
+
+def encode_layer_of(tar: bytes, level: int) -> bytes:
+    out = io.BytesIO()
+    encode_layer(io.BytesIO(tar), out, level=level)
+    return out.getvalue()
+
+
 def test_progress() -> None:
     calls: list[tuple[int, int | None]] = []
     encode_layer(io.BytesIO(TAR), io.BytesIO(), total=len(TAR), progress=lambda *c: calls.append(c))

@@ -12,6 +12,7 @@ follows, then the image is named. Layers that are not lazy are converted before 
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
 from collections.abc import Sequence
@@ -225,6 +226,8 @@ async def register(
     Raises NotLazyError for a layer that has to be lazy and is not served so, ContainerdError, and what ``local`` raises.
     Whatever fails, nothing is left but what containerd's collector takes: all of it hangs on a lease that ends here.
     """
+    if local is not None:
+        local.refuse(image.layers)
     known = await _registered(image, namespace, snapshotter)
     if known is not None:
         return Registered(False, tuple(from_label(known.labels.get(LABEL, ""))))
@@ -235,14 +238,20 @@ async def register(
     leased = namespace.client.namespace(namespace.name, lease=lease)
     try:
         stacking = _Stacking(leased, snapshotter, local)
-        await stacking.stack(layers, image.chains)
-        await leased.write_content(
-            f"{lease}-config", image.config, image.config_digest,
-            labels={f"containerd.io/gc.ref.snapshot.{snapshotter}": image.chain},
-        )  # fmt: skip
         labels = {"containerd.io/gc.ref.content.config": image.config_digest}
         labels |= {f"containerd.io/gc.ref.content.l.{n}": layer.ref.digest for n, layer in enumerate(image.layers)}
-        await leased.write_content(f"{lease}-manifest", image.manifest, image.digest, labels=labels)
+        snapshot = {f"containerd.io/gc.ref.snapshot.{snapshotter}": image.chain}
+        # Side by side: each of these waits for the disk, and none for another. What was begun is ended whatever the others
+        # do: a write broken off is an ingest that stays.
+        done = await asyncio.gather(
+            stacking.stack(layers, image.chains),
+            leased.write_content(f"{lease}-config", image.config, image.config_digest, labels=snapshot),
+            leased.write_content(f"{lease}-manifest", image.manifest, image.digest, labels=labels),
+            return_exceptions=True,
+        )
+        for failure in done:
+            if isinstance(failure, BaseException):
+                raise failure
         groups = stacking.groups()
         about = {PLAN_LABEL: image.plan, **({LABEL: to_label(groups)} if groups else {})}
         await leased.put_image(Image(image.name, Descriptor(OCI_MANIFEST, image.digest, len(image.manifest)), about))
@@ -260,7 +269,6 @@ async def _served(
         return image.layers
     if local is None:
         raise NotLazyError(wanting[0][1].ref, wanting[0][1].group)
-    local.refuse([layer for _, layer in wanting])
     snapshots, chains, layers = namespace.snapshots(snapshotter), image.chains, list(image.layers)
     missing: list[int] = []
     for number, _ in wanting:
@@ -291,10 +299,35 @@ class _Stacking:
         return tuple(self._groups.values())
 
     async def stack(self, layers: Sequence[StackedLayer], chains: Sequence[str]) -> None:
-        """Offer the layers to the snapshotter; each is to answer that it exists already, or is unpacked."""
-        # Where the top is there already, all below it are: a second namespace's or an earlier environment's.
-        parent = ""
-        for layer, chain in zip(layers, chains, strict=True):
+        """Offer the layers to the snapshotter; each is to answer that it exists already, or is unpacked.
+
+        Where a snapshot is there, all below it are, too: an earlier environment's, or another plan's of the same groups.
+        """
+        known = await self._known(layers, chains)
+        try:
+            await self._stack(layers, chains, known)
+        except ContainerdError as error:
+            if error.code != "NOT_FOUND" or not known:
+                raise
+            await self._stack(layers, chains, 0)  # collected in the meantime
+
+    async def _known(self, layers: Sequence[StackedLayer], chains: Sequence[str]) -> int:
+        """The number of the highest snapshot that is there; 0 where none is, or where something is to be said of some."""
+        if not all(layer.lazy for layer in layers):
+            return 0
+        for number in range(len(chains) - 1, 0, -1):
+            try:
+                await self._snapshots.stat(chains[number])
+            except ContainerdError as error:
+                if error.code != "NOT_FOUND":
+                    raise
+            else:
+                return number
+        return 0
+
+    async def _stack(self, layers: Sequence[StackedLayer], chains: Sequence[str], first: int) -> None:
+        parent = chains[first - 1] if first else ""
+        for layer, chain in zip(layers[first:], chains[first:], strict=True):
             if layer.lazy or layer.served is not None:
                 exists = await self._offer(layer, chain, parent)
                 if not exists and layer.lazy:

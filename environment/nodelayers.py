@@ -205,7 +205,7 @@ class NodeLayers:
 
         size = layer.ref.size
         if size > self.config.max_layer:
-            raise self.too_much(layer, LimitError(f"{size} bytes"))
+            raise self.too_much(layer, LimitError(f"a stream of {size} bytes"))
         self._check_room(size)
         if await asyncio.to_thread(_take_kept, layer, path):
             return path

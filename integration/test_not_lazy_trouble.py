@@ -135,6 +135,8 @@ def test_it_may_be_unpacked_or_refused_instead(bench: Bench, publish: Publisher,
     name = json.loads(bench.ok("plan", "compose", "--json", plan, config=unpacking)[0])["name"]
     assert bench.lazy(name, "nl-unpack")[1:] == [True, False]
     assert bench.blobs() == before
+    refusing = bench.configured("refuse-known", 'not_lazy = "refuse"', "nl-unpack")
+    assert "is not in the lazy format" in bench.fails("run", "--rm", plan, "--", "true", config=refusing)
     bench.node.containerd.remove_image(name, "nl-unpack")
     bench.nothing_left("nl-unpack")
 

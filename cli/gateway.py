@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 
 import click
 
@@ -47,7 +48,8 @@ def serve(
     # At debug level it tells each client that tries TLS first with a traceback.
     logging.getLogger("aiohttp.server").setLevel(logging.WARNING)
     tables = read_tables(config_path)
-    config = from_tables(tables, address=address, plans=plans or None, groups=allow or None, blobs=blobs)
+    sources = tuple(os.path.abspath(source) if source.startswith((".", "/")) else source for source in plans)
+    config = from_tables(tables, address=address, plans=sources or None, groups=allow or None, blobs=blobs)
     asyncio.run(daemon.serve(config, tables))
 
 

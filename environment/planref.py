@@ -6,8 +6,9 @@
     config         the empty JSON object (image-spec 1.1 manifest.md, "Guidelines for Artifact Usage")
     layers[0]      application/vnd.weenv.plan.v1+yaml, with the plan's name as org.opencontainers.image.title
 
-What is published holds everything itself: texts that a plan takes from files beside it are written into it (YAML has no NUL,
-so files with one are published as a group instead). A plan may be signed like a group (``weenv group sign``), and the node's policy is asked about it like about a group.
+What is published holds everything itself: texts that a plan takes from files beside it are written into it (YAML has no
+NUL, so files with one are published as a group instead). A plan may be signed like a group (``weenv group sign``), and the
+node's policy is asked about it like about a group.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ class GatewayConfig:
     """Composed images that can still be had by digest; those not asked for the longest go."""
     keep_bytes: int = 256 << 20
     """Bytes of all their manifests and configs."""
-    max_plan: int = 16 << 20
+    max_plan: int = 4 << 20
     """Largest plan taken from a registry."""
     requests: int = 256
     """Requests answered at a time; more are told to come back."""

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 
 from aiohttp import web
 
-from weenv.core.errors import ConfigError, UnavailableError, WeenvError
+from weenv.core.errors import ConfigError, NotFoundInSource, UnavailableError, WeenvError
 from weenv.core.log import printable
 from weenv.environment.gateway.blobs import Blobs
 from weenv.environment.gateway.metrics import Metrics
@@ -177,7 +177,10 @@ class Server:
         if question.kind == MANIFESTS:
             return await self._manifest(request, question)
         if question.kind == BLOBS:
-            return await self._blob(request, await self._gateway.blob(question.name, question.target))
+            try:
+                return await self._blob(request, await self._gateway.blob(question.name, question.target))
+            except NotFoundInSource as error:
+                raise Refused(404, "BLOB_UNKNOWN", error.message, hint=error.hint) from error
         if question.kind == TAGS:
             return await self._tags(request, question.name)
         assert question.kind == REFERRERS

@@ -1,9 +1,9 @@
 """What the gateway answers, apart from how it is asked: names to composed images, digests to what was composed.
 
 An image is composed when its name is asked for, and that costs no registry request while the tags behind it are believed.
-What was answered is kept (:mod:`weenv.environment.gateway.store`) and answered by digest from there, under the policy that
-holds now: what another policy let through is composed again first. Where a registry is away, a name means what it last
-meant, with a warning.
+What was answered is kept (:mod:`weenv.environment.gateway.store`) and answered by digest from there, under the rules that
+hold now: what another policy or configuration let through is composed again first. Where a registry is away, a name means
+what it last meant, with a warning.
 
 Every answer is what ``weenv plan compose`` makes of the same plan, byte for byte.
 """
@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 from dataclasses import dataclass
 
 from weenv.core.aio import SingleFlight
-from weenv.core.digest import is_digest
+from weenv.core.digest import is_digest, sha256
 from weenv.core.errors import NotFoundInSource, UnavailableError
 from weenv.environment.build import compose
 from weenv.environment.compose import Composed, StackedLayer
@@ -56,7 +57,8 @@ class Gateway:
         self.sources = PlanSources(config, resolver.client, resolver.policy)
         self._root = root
         self._mutator = mutator
-        self._fingerprint = resolver.policy.fingerprint if resolver.policy is not None else ""
+        policy = resolver.policy.fingerprint if resolver.policy is not None else ""
+        self._rules = sha256(json.dumps([policy, config.groups, config.plans]).encode())
         self._flights: SingleFlight[tuple[str, str], StoredImage] = SingleFlight()
 
     # -- manifests
@@ -72,7 +74,7 @@ class Gateway:
         _check_digest(target)
         parse_name(name, DEFAULT_TAG, self.config.default_registry)
         found = self.store.get(name, target)
-        if found is not None and found[0].policy == self._fingerprint and await self._served(found[0]):
+        if found is not None and found[0].rules == self._rules and await self._served(found[0]):
             return found[0]
         # Unknown here, or to be looked at again: it may be what the name means.
         tag = found[1] if found is not None else DEFAULT_TAG
@@ -92,16 +94,16 @@ class Gateway:
             image = await self._compose(meant, tag)
         except UnavailableError as error:
             found = self.store.get(name, self.store.last(name, tag))
-            if found is None or found[0].policy != self._fingerprint or not await self._served(found[0]):
+            if found is None or found[0].rules != self._rules or not await self._served(found[0]):
                 raise
             log.warning(
                 "registry away, answering with what the name meant before",
                 extra={"image": f"{name}:{tag}", "digest": found[0].digest, "reason": error.message},
             )
             return found[0]
-        made = _stored(image, self._fingerprint, self._mutator.store.path)
+        made = _stored(image, self._rules, self._mutator.store.path)
         found = self.store.get(name, made.digest)
-        if found is not None and found[0].policy == self._fingerprint and self.store.last(name, tag) == made.digest:
+        if found is not None and found[0].rules == self._rules and self.store.last(name, tag) == made.digest:
             return found[0]  # as before: nothing to write
         if found is None:
             log.info(
@@ -148,7 +150,7 @@ class Gateway:
         _check_digest(digest)
         parse_name(name, DEFAULT_TAG, self.config.default_registry)
         found = self.store.blob(name, digest)
-        if found is not None and found.policy != self._fingerprint:
+        if found is not None and found.rules != self._rules:
             await self.manifest(name, found.image)
             found = self.store.blob(name, digest)
         if found is None:
@@ -192,6 +194,6 @@ def _origin(layer: StackedLayer, own: str) -> Origin:
     return Origin("registry", host=location.api_host, repository=location.repository)
 
 
-def _stored(image: Composed, fingerprint: str, own: str) -> StoredImage:
+def _stored(image: Composed, rules: str, own: str) -> StoredImage:
     places = {layer.ref.digest: LayerPlace(layer.ref.digest, layer.ref.size, _origin(layer, own)) for layer in image.layers}
-    return StoredImage(image.digest, image.manifest, image.config_digest, image.config, tuple(places.values()), fingerprint)
+    return StoredImage(image.digest, image.manifest, image.config_digest, image.config, tuple(places.values()), rules)

@@ -59,6 +59,7 @@ class PlanSources:
         self._policy = policy
         self._parsed: OrderedDict[str, Plan] = OrderedDict()
         self._tags: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._parsing = asyncio.Semaphore(1)  # of the CPU, somebody else's plans get one thread
 
     async def find(self, name: str, tag: str) -> FoundPlan:
         """The plan ``name:tag`` of the first source that has it.
@@ -82,7 +83,8 @@ class PlanSources:
         body, digest = await pull_plan(self._client, reference, limit=self._config.max_plan, policy=self._policy)
         plan = self._parsed.get(digest)
         if plan is None:
-            plan = await asyncio.to_thread(parse_plan, body, text, files=False)
+            async with self._parsing:
+                plan = await asyncio.to_thread(parse_plan, body, text, files=False)
         if len(body) <= _KEEP_TEXT:
             _keep(self._parsed, digest, plan)
             _keep(self._tags, text, (digest, time.monotonic()))

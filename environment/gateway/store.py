@@ -5,7 +5,7 @@
     images   digest            of the manifest
              manifest, config  the documents; config_digest the latter's
              size              bytes of both
-             policy            fingerprint of the policy that let its groups through; empty: there was none
+             rules             fingerprint of the policy and configuration that let its groups through
              used              seconds since 1970 when it was last asked for (by the minute)
     layers   image, digest     a layer of the image; size in bytes, origin (kind, host, repository, path) as JSON
     names    name, tag, digest what was asked for, and what it meant; meant: when that was last so (seconds since 1970)
@@ -34,7 +34,7 @@ _MINUTE = 60.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS images (
     digest TEXT PRIMARY KEY, manifest BLOB NOT NULL, config_digest TEXT NOT NULL, config BLOB NOT NULL,
-    size INTEGER NOT NULL, policy TEXT NOT NULL, used REAL NOT NULL
+    size INTEGER NOT NULL, rules TEXT NOT NULL, used REAL NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS layers (
     image TEXT NOT NULL REFERENCES images(digest) ON DELETE CASCADE, digest TEXT NOT NULL, size INTEGER NOT NULL,
@@ -62,14 +62,14 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A composed image as it is answered. ``policy`` is the fingerprint of the policy that its groups passed."""
+    """A composed image as it is answered. ``rules``: the fingerprint of what its groups passed."""
 
     digest: str
     manifest: bytes
     config_digest: str
     config: bytes
     layers: tuple[LayerPlace, ...]
-    policy: str = ""
+    rules: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class FoundBlob:
     """A blob of an image: its config (``data``), or a layer."""
 
     image: str
-    policy: str
+    rules: str
     data: bytes | None = None
     layer: LayerPlace | None = None
 
@@ -117,8 +117,8 @@ class Store:
         size = len(image.manifest) + len(image.config)
         fresh = self._db.execute("SELECT 1 FROM images WHERE digest = ?", (image.digest,)).fetchone() is None
         self._db.execute(
-            "INSERT INTO images VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (digest) DO UPDATE SET policy = ?, used = ?",
-            (image.digest, image.manifest, image.config_digest, image.config, size, image.policy, now, image.policy, now),
+            "INSERT INTO images VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (digest) DO UPDATE SET rules = ?, used = ?",
+            (image.digest, image.manifest, image.config_digest, image.config, size, image.rules, now, image.rules, now),
         )
         # A layer may have moved: its group was copied elsewhere and the plan names it there now.
         self._db.executemany(
@@ -144,19 +144,19 @@ class Store:
     def get(self, name: str, digest: str) -> tuple[StoredImage, str] | None:
         """An image that was answered under a name, and the last tag that meant it."""
         row = self._db.execute(
-            "SELECT manifest, config_digest, config, policy, images.used, tag FROM images JOIN names USING (digest)"
+            "SELECT manifest, config_digest, config, rules, images.used, tag FROM images JOIN names USING (digest)"
             " WHERE name = ? AND digest = ? ORDER BY meant DESC LIMIT 1",
             (name, digest),
         ).fetchone()
         if row is None:
             return None
-        manifest, config_digest, config, policy, used, tag = row
+        manifest, config_digest, config, rules, used, tag = row
         layers = tuple(
             LayerPlace(layer, size, Origin(**json.loads(origin)))
             for layer, size, origin in self._db.execute("SELECT digest, size, origin FROM layers WHERE image = ?", (digest,))
         )
         self._touch(digest, name, used)
-        return StoredImage(digest, manifest, config_digest, config, layers, policy), tag
+        return StoredImage(digest, manifest, config_digest, config, layers, rules), tag
 
     def last(self, name: str, tag: str) -> str:
         """The digest that ``name:tag`` meant last, or empty."""
@@ -168,7 +168,7 @@ class Store:
     def blob(self, name: str, digest: str) -> FoundBlob | None:
         """A config or layer of an image that was answered under a name."""
         row = self._db.execute(
-            "SELECT images.digest, policy, config, images.used FROM images JOIN names USING (digest)"
+            "SELECT images.digest, rules, config, images.used FROM images JOIN names USING (digest)"
             " WHERE name = ? AND config_digest = ? ORDER BY images.used DESC LIMIT 1",
             (name, digest),
         ).fetchone()
@@ -176,15 +176,15 @@ class Store:
             self._touch(row[0], name, row[3])
             return FoundBlob(row[0], row[1], data=row[2])
         row = self._db.execute(
-            "SELECT image, policy, layers.size, origin, images.used FROM layers JOIN images ON images.digest = image"
+            "SELECT image, rules, layers.size, origin, images.used FROM layers JOIN images ON images.digest = image"
             " JOIN names ON names.digest = image WHERE name = ? AND layers.digest = ? ORDER BY images.used DESC LIMIT 1",
             (name, digest),
         ).fetchone()
         if row is None:
             return None
-        image, policy, size, origin, used = row
+        image, rules, size, origin, used = row
         self._touch(image, name, used)
-        return FoundBlob(image, policy, layer=LayerPlace(digest, size, Origin(**json.loads(origin))))
+        return FoundBlob(image, rules, layer=LayerPlace(digest, size, Origin(**json.loads(origin))))
 
     def _touch(self, digest: str, name: str, used: float) -> None:
         now = time.time()

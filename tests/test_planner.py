@@ -10,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weenv.plugin.snapshotter.fetch.planner import Budget, Extents, ReadAhead, offsets, span
+from weenv.plugin.snapshotter.fetch.siblings import Siblings
+from weenv_testkit.layers import encode, make_tar
 from weenv_testkit.synthetic import make_layer, payload
 
 
@@ -67,7 +69,8 @@ class Reader:
             self.starts, self.states, lambda _frame: False, budget=budget or Budget(0.1, 1 << 20), **settings
         )
         if files is not None:
-            self.ahead.extents = Extents(array("Q", [low for low, _ in files]), array("Q", [high for _, high in files]))
+            first, end = array("Q", [low for low, _ in files]), array("Q", [high for _, high in files])
+            self.ahead.extents = Extents(first, end, bytearray(len(files)), Siblings.none())
         self.misses = 0
 
     def read(self, first: int, end: int | None = None) -> list[int]:
@@ -184,3 +187,46 @@ def test_guesses_stop_at_a_large_file() -> None:
     for frame in range(50):
         reader.read(frame)
     assert not any(reader.states[50:])
+
+
+def program_reader(frames: int, *, program: bool) -> Reader:
+    reader = Reader([64 << 10] * (frames + 100), [(50, 50 + frames)], whole_max=0)
+    reader.ahead.extents.program[:] = bytes([program])
+    return reader
+
+
+def test_a_program_is_here_after_a_few_misses_wherever_they_are() -> None:
+    reader = program_reader(900, program=True)
+    order = random.Random(3).sample(range(50, 950), 300)
+    for frame in order:
+        reader.read(frame)
+    assert reader.misses <= 12
+    assert not any(reader.states[:50])
+    assert not any(reader.states[950:])
+
+
+def test_looking_at_the_header_of_a_program_fetches_four_frames() -> None:
+    reader = program_reader(900, program=True)
+    reader.read(50)
+    assert sum(reader.states) == 4
+
+
+def test_programs_are_told_by_permission_or_name() -> None:
+    target = 16 << 10
+    modes = {"bin/tool": 0o755, "lib/libx.so.6.1": 0o644, "data.sock": 0o644}
+    members = [{"name": name, "mode": mode, "data": payload(100_000, mode)} for name, mode in modes.items()]
+    toc = encode(make_tar(members), target=target)[1].toc
+    extents = Extents.of(toc)
+    found = {}
+    for path in modes:
+        begin = int(toc.entries.aux[toc.lookup(path.encode()) or 0])
+        frame = int(np.searchsorted(toc.frames.content_offsets, begin, side="right")) - 1
+        found[path] = extents.is_program(extents.file_of(frame + 1)[0])
+    assert found == {"bin/tool": True, "lib/libx.so.6.1": True, "data.sock": False}
+
+
+def test_a_read_that_begins_in_the_page_before_a_file_is_a_read_of_that_file() -> None:
+    reader = Reader([64 << 10] * 40, [(0, 20), (20, 40)], whole_max=2 << 20)
+    planned = reader.read(19, 21)
+    assert planned
+    assert min(planned) >= 21

@@ -227,7 +227,7 @@ class Server:
             presence = layer.presence
             if presence.missing:
                 with ahead_lock:
-                    ahead = layer.read_ahead.observe(first, end)
+                    ahead = layer.read_ahead.observe(first, end, offset, length)
                 if presence.states.find(0, first, end) >= 0:
                     self._miss(layer, unique, pid, offset, length, first, end, ahead)
                     continue

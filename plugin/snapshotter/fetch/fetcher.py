@@ -244,7 +244,7 @@ class Fetcher:
             if priority == DEMAND:
                 allowed = total < settings.parallelism
             elif priority == AHEAD:
-                allowed = total < max(1, settings.parallelism - 2)
+                allowed = total < max(1, settings.parallelism // 2)
             else:
                 allowed = total == 0 and not self._demanded
             if not allowed:
@@ -267,7 +267,7 @@ class Fetcher:
                         and other.useless == seed.useless
                     )
 
-                limit = settings.fill_range_max if priority == FILL else settings.range_max
+                limit = min(settings.range_max, settings.range_limits[priority])
                 first, end = span(
                     flight.frame, layer.starts, partial(joins, reach=reach), partial(joins, reach=priority), limit
                 )

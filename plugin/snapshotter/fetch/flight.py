@@ -48,7 +48,8 @@ class FetchSettings:
     """Ranged reads in flight, all layers together."""
     range_max: int = 2 << 20
     """Largest ranged read for demand and read-ahead (a single larger frame is still one read)."""
-    fill_range_max: int = 512 << 10
+    range_limits: tuple[int, int, int] = (2 << 20, 1 << 20, 512 << 10)
+    """The same by priority: what a reader waits for shares the line with what is under way, so that is kept short."""
     deadline: float = 60.0
     """How long a reader waits for a source that does not answer before it gets EIO."""
     stall: float = 15.0

@@ -164,6 +164,9 @@ async def test_the_first_frame_is_answered_before_the_range_has_ended(tmp_path: 
         assert not rest.done()
         gate.set()
         await rest
+        async with asyncio.timeout(10):
+            while sum(b.fetcher.stats.frames) < 4:  # counted when stored, which is after the answer
+                await asyncio.sleep(0.01)
         assert b.fetcher.stats.frames == [2, 2, 0]  # frame 3 was promoted while it was on its way
 
 

@@ -179,7 +179,7 @@ class Daemon:
     def _make_read_ahead(self, layer: Layer) -> ReadAhead:
         return ReadAhead(
             layer.starts, layer.presence.states, layer.flights.__contains__,
-            window_max=self.config.window_max, budget=self._budget,
+            contents=layer.contents, window_max=self.config.window_max, budget=self._budget,
         )  # fmt: skip
 
     def _remember(self, nodeid: int, name: str) -> None:

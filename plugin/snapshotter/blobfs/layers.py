@@ -84,7 +84,7 @@ class Layer(FetchLayer):
     def memory(self) -> int:
         """About how many bytes of memory it takes to have it open."""
         per_frame = ON_DISK if isinstance(self.frames, MappedFrames) else IN_MEMORY
-        return _BASE + per_frame * len(self.presence) + 16 * len(self.read_ahead.extents.first)
+        return _BASE + per_frame * len(self.presence) + self.read_ahead.extents.memory
 
     @property
     def busy(self) -> bool:

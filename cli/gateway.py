@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import resource
 
 import click
 
@@ -50,6 +51,8 @@ def serve(
     tables = read_tables(config_path)
     sources = tuple(os.path.abspath(source) if source.startswith((".", "/")) else source for source in plans)
     config = from_tables(tables, address=address, plans=sources or None, groups=allow or None, blobs=blobs)
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor a client, one a registry's connection
     asyncio.run(daemon.serve(config, tables))
 
 

@@ -37,6 +37,8 @@ log = logging.getLogger(__name__)
 
 _STOP_GRACE = 5.0
 """Seconds for answers under way when the gateway is stopped."""
+_IDLE = 60.0
+"""Seconds for which a connection is kept without a request."""
 
 
 def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
@@ -96,8 +98,9 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
         server = Server(gateway, Blobs(config, client), metrics)
         # Where a client leaves, its request ends, and what nobody else waits for with it.
         runner = web.AppRunner(
-            server.app, access_log=None, shutdown_timeout=_STOP_GRACE, handler_cancellation=True, auto_decompress=False
-        )
+            server.app, access_log=None, shutdown_timeout=_STOP_GRACE, handler_cancellation=True, auto_decompress=False,
+            keepalive_timeout=_IDLE,
+        )  # fmt: skip
         await runner.setup()
         exits.push_async_callback(runner.cleanup)
         if config.metrics_address:

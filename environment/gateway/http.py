@@ -163,8 +163,6 @@ class Server:
             answer.headers["Allow"] = "GET, HEAD"
         elif status == 429:
             answer.headers["Retry-After"] = "1"
-        elif status == 416:
-            answer.headers["Accept-Ranges"] = "bytes"
         elif isinstance(error, UnavailableError):
             answer.headers["Retry-After"] = str(int(min(max(error.retry_after or 1.0, 1.0), 3600.0)))
         if status in (405, 413):
@@ -222,7 +220,12 @@ class Server:
         wanted = request.headers.get("Range")
         if (unless := request.headers.get("If-Range")) is not None and unless.strip() != f'"{blob.digest}"':
             wanted = None
-        part = parse_range(wanted, blob.size)
+        try:
+            part = parse_range(wanted, blob.size)
+        except Refused as error:
+            refusal = self._refuse(request, error)
+            refusal.headers["Content-Range"] = f"bytes */{blob.size}"
+            return refusal
         start, end = part or (0, blob.size)
         if part is not None:
             headers["Content-Range"] = f"bytes {start}-{end - 1}/{blob.size}"

@@ -23,6 +23,8 @@ def main() -> None:
 
             sys.stderr.write(explain(error) + "\n")
             status = error.exit_code if isinstance(error, WeenvError) else 1
+        except KeyboardInterrupt:  # nothing has been made yet
+            status = 130
         if status is not None:
             sys.stderr.flush()
             os._exit(status)

@@ -278,8 +278,10 @@ def rm(environments: tuple[str, ...], force: bool, everything: bool, **o: Any) -
     async def work(node: Node) -> int:
         from weenv.environment import lifecycle, listing
 
-        for name in await lifecycle.sweep(node):
+        swept = await lifecycle.sweep(node)
+        for name in swept:
             click.echo(name)
-        return await listing.remove(node, environments, force=force, everything=everything, said=click.echo)
+        names = [name for name in environments if name not in swept]
+        return await listing.remove(node, names, force=force, everything=everything, said=click.echo)
 
     sys.exit(on_node(o, work))

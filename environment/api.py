@@ -23,7 +23,8 @@ import asyncio
 import os
 import signal
 import threading
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -89,8 +90,10 @@ class AsyncEnvironment:
                 network=network or settings.run.network,
                 waits=not command,
             )
-            ready, made = await lifecycle.begin(node, plan, lambda _: options, name=name, remove_at_end=not keep)
+            ready, made = await lifecycle.begin(node, plan, lambda _: options, name=name)
             await run_mutations(node, made, ready)
+            if keep:
+                await lifecycle.hand_over(node, made, remove_at_end=False)
         except BaseException:
             await node.close()
             raise
@@ -135,9 +138,9 @@ class AsyncEnvironment:
         self._closed = True
         try:
             if not self._keep:
-                await asyncio.shield(lifecycle.remove(self._node, self.id))
+                await lifecycle.to_the_end(lifecycle.remove(self._node, self.id))
         finally:
-            await self._node.close()
+            await lifecycle.to_the_end(self._node.close())
 
     async def exec(
         self,
@@ -228,14 +231,32 @@ class _Portal:
                 cls._shared = cls()
             return cls._shared
 
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run it there and wait; a KeyboardInterrupt here cancels it there."""
-        future = asyncio.run_coroutine_threadsafe(work, self.loop)
+    def run(self, work: Coroutine[Any, Any, T], undo: Callable[[T], Coroutine[Any, Any, None]] | None = None) -> T:
+        """Run it there and wait. A KeyboardInterrupt here cancels it there and waits for what that cleans up; where it
+        came too late for that, ``undo`` gets the result."""
+        result: Future[T] = Future()
+        tasks: list[asyncio.Task[T]] = []
+
+        def begin() -> None:
+            tasks.append(self.loop.create_task(work))
+            tasks[0].add_done_callback(end)
+
+        def end(task: asyncio.Task[T]) -> None:
+            if task.cancelled():
+                result.set_exception(CancelledError())
+            elif (error := task.exception()) is not None:
+                result.set_exception(error)
+            else:
+                result.set_result(task.result())
+
+        self.loop.call_soon_threadsafe(begin)
         try:
-            return future.result()
+            return result.result()
         except BaseException:
-            if not future.done():
-                future.cancel()
+            if not result.done():
+                self.loop.call_soon_threadsafe(lambda: tasks[0].cancel())
+            if result.exception() is None and undo is not None:
+                self.run(undo(result.result()))
             raise
 
 
@@ -250,7 +271,7 @@ class Environment:
     def start(cls, plan: Plan | str, **options: Any) -> Environment:
         """Start a plan; the options are those of :meth:`AsyncEnvironment.start`."""
         portal = _Portal.shared()
-        return cls(portal.run(AsyncEnvironment.start(plan, **options)), portal)
+        return cls(portal.run(AsyncEnvironment.start(plan, **options), AsyncEnvironment.close), portal)
 
     @classmethod
     def attach(cls, name: str, *, config: NodeConfig | None = None) -> Environment:

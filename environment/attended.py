@@ -16,16 +16,21 @@ from weenv.environment import lifecycle
 from weenv.environment.node import Node
 from weenv.environment.recall import Ready
 from weenv.environment.spec import Options, command
-from weenv.environment.stdio import CHUNK, Streams
+from weenv.environment.stdio import CHUNK, Streams, Written
 from weenv.plugin.containerd.client import ContainerdError
 
 TIMED_OUT = 124
 """Exit status of a command that ran out of time, as timeout(1) has it."""
 
-_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+"""Signals to this process that are to end what it runs."""
+PASSED = (signal.SIGUSR1, signal.SIGUSR2)
+"""Those that are only handed on."""
 
 GRACE = 10.0
-"""Seconds from the first SIGINT or SIGTERM to SIGKILL."""
+"""Seconds from the first of ENDING to SIGKILL: a first process without a handler does not even get it (pid_namespaces(7))."""
+BROKEN_PIPE = 128 + signal.SIGPIPE
+"""Exit status where nobody reads our output any more, as of whoever writes there himself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +74,13 @@ async def detached(node: Node, wanted: Wanted) -> str:
         waits = wanted.idle or bool(ready.runs) or not command(ready.config.get("config") or {}, wanted.options)
         return replace(wanted.options, waits=waits)
 
-    how: dict[str, Any] = {"name": wanted.name, "remove_at_end": wanted.remove, "owned": False}
-    ready, made = await lifecycle.begin(node, wanted.target, choose, **how)
-    if ready.runs:
-        from weenv.environment.exec import run_mutations
+    async with _Signals(node):
+        ready, made = await lifecycle.begin(node, wanted.target, choose, name=wanted.name)
+        if ready.runs:
+            from weenv.environment.exec import run_mutations
 
-        await run_mutations(node, made, ready)
+            await run_mutations(node, made, ready)
+        await lifecycle.hand_over(node, made, remove_at_end=wanted.remove)
     await _sweep(node)
     return made.container.id
 
@@ -82,12 +88,7 @@ async def detached(node: Node, wanted: Wanted) -> str:
 async def attached(node: Node, wanted: Wanted) -> int:
     """Start, connect the streams, wait, and remove it where that is asked for; the exit status."""
     async with _Signals(node) as signals:
-        try:
-            return await _attached(node, wanted, signals)
-        except asyncio.CancelledError:
-            if not signals.caught:
-                raise
-            return 128 + signals.caught[0]
+        return await _attached(node, wanted, signals)
 
 
 async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
@@ -95,7 +96,7 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
 
     def connect(home: str) -> Streams:
         made = Streams(
-            home, stdout=write_out, stderr=write_err, stdin=wanted.interactive, terminal=wanted.options.terminal, keep=True
+            home, stdout=Written(1), stderr=Written(2), stdin=wanted.interactive, terminal=wanted.options.terminal, keep=True
         )
         streams.append(made)
         return made
@@ -110,30 +111,39 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
 
     with _terminal(wanted.options.terminal) as size:
         ready, made = await lifecycle.begin(
-            node, wanted.target, choose, name=wanted.name, remove_at_end=wanted.remove, streams=where, made=signals.aim
+            node, wanted.target, choose, name=wanted.name, streams=where, starting=lambda: signals.hold() if streams else None
         )
         if not streams:
-            return await _beside(node, wanted, ready, made)
+            return await _beside(node, wanted, ready, made, signals)
         container = made.container.id
+        signals.aim(container)
         ended = False
         try:
+            if not wanted.remove:
+                await lifecycle.hand_over(node, made, remove_at_end=False)
             async with _helpers() as helpers:
                 if wanted.interactive:
                     helpers.append(asyncio.ensure_future(_feed(node, container, "", streams[-1])))
                 if size is not None:
                     helpers.append(asyncio.ensure_future(_follow_size(node, container, "", size)))
                 helpers.append(asyncio.ensure_future(_sweep(node)))
-                status = (await lifecycle.wait(node, container)).status
-                ended = True
-                await streams[-1].drain()
+                status = await streams[-1].unless_failed(lifecycle.wait(node, container))
+                if status is not None:
+                    ended = True
+                    signals.enough()
+                    await streams[-1].drain(patient=lambda: not signals.caught)
         finally:
             streams[-1].close()
             if wanted.remove:
-                await asyncio.shield(lifecycle.remove(node, container, ended=ended))
-    for reader in streams[-1].readers:
-        if reader.error is not None:
-            raise reader.error
-    return status
+                await lifecycle.to_the_end(lifecycle.remove(node, container, ended=ended))
+            elif not ended:
+                await lifecycle.to_the_end(lifecycle.stop(node, container, grace=0))
+    try:
+        streams[-1].raise_error()
+    except BrokenPipeError:
+        return BROKEN_PIPE
+    assert status is not None
+    return status.status
 
 
 async def _sweep(node: Node) -> None:
@@ -141,7 +151,7 @@ async def _sweep(node: Node) -> None:
         await lifecycle.sweep(node)
 
 
-async def _beside(node: Node, wanted: Wanted, ready: Ready, made: lifecycle.Started) -> int:
+async def _beside(node: Node, wanted: Wanted, ready: Ready, made: lifecycle.Started, signals: _Signals) -> int:
     """The command beside a waiting first process, after the plan's own commands."""
     from weenv.environment.exec import run_mutations
 
@@ -150,23 +160,23 @@ async def _beside(node: Node, wanted: Wanted, ready: Ready, made: lifecycle.Star
         if not args:
             raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
         await run_mutations(node, made, ready)
-        return await added(node, made.container.id, args, interactive=wanted.interactive, terminal=wanted.options.terminal)
+        if not wanted.remove:
+            await lifecycle.hand_over(node, made, remove_at_end=False)
+        return await added(
+            node, made.container.id, args, interactive=wanted.interactive, terminal=wanted.options.terminal,
+            starting=signals.hold, started=lambda name: signals.aim(made.container.id, name),
+        )  # fmt: skip
     finally:
         if wanted.remove:
-            await asyncio.shield(lifecycle.remove(node, made.container.id))
+            await lifecycle.to_the_end(lifecycle.remove(node, made.container.id))
         else:
-            await lifecycle.stop(node, made.container.id, grace=0)
+            await lifecycle.to_the_end(lifecycle.stop(node, made.container.id, grace=0))
 
 
 async def executed(node: Node, *arguments: Any, **options: Any) -> int:
     """:func:`added` with signals, which end the command and all it started."""
-    async with _Signals(node) as signals:
-        try:
-            return await added(node, *arguments, **options)
-        except asyncio.CancelledError:
-            if not signals.caught:
-                raise
-            return 128 + signals.caught[0]
+    async with _Signals(node):
+        return await added(node, *arguments, **options)
 
 
 async def added(
@@ -180,8 +190,10 @@ async def added(
     timeout: float | None = None,  # noqa: ASYNC109
     interactive: bool = False,
     terminal: bool = False,
+    started: Callable[[str], object] = lambda _: None,
+    starting: Callable[[], object] = lambda: None,
 ) -> int:
-    """Run a command in a running environment with this process's streams; the exit status."""
+    """Run a command in a running environment with this process's streams; the exit status. The calls are execute's."""
     from weenv.environment.exec import Command, execute
 
     container = await lifecycle.find(node, environment)
@@ -199,6 +211,11 @@ async def added(
     run = Command(tuple(args), dict(env or {}), cwd, who, timeout, terminal=terminal)
     loop = asyncio.get_running_loop()
     began: asyncio.Future[str] = loop.create_future()
+
+    def running(name: str) -> None:
+        began.set_result(name)
+        started(name)
+
     with _terminal(terminal) as size:
 
         async def sized() -> None:
@@ -208,10 +225,14 @@ async def added(
         async with _helpers() as helpers:
             if size is not None:
                 helpers.append(asyncio.ensure_future(sized()))
-            result = await execute(
-                node, container, pid, run,
-                feed=_copy_input if interactive else None, stdout=write_out, stderr=write_err, started=began.set_result,
-            )  # fmt: skip
+            try:
+                result = await execute(
+                    node, container, pid, run,
+                    feed=_copy_input if interactive else None, stdout=Written(1), stderr=Written(2), started=running,
+                    starting=starting,
+                )  # fmt: skip
+            except BrokenPipeError:
+                return BROKEN_PIPE
     if result.stderr:
         write_err(result.stderr)
     return TIMED_OUT if result.timed_out else result.exit_code
@@ -230,48 +251,85 @@ async def _helpers() -> AsyncIterator[list[asyncio.Future[None]]]:
 
 
 class _Signals:
-    """SIGINT, SIGTERM and SIGHUP for the length of a block.
+    """The signals of ENDING and PASSED for the length of a block; those ignored already, as under nohup(1), stay so.
 
-    Before there is an environment the block is cancelled; then they go to it, and the second one, or GRACE seconds, kill it.
+    Until :meth:`hold` the first of ENDING cancels the block, which cleans up and is left with SystemExit(128 + n). From
+    :meth:`aim` on they, and those come between, go to the environment, and the second of ENDING, or GRACE seconds, kill it.
     """
 
     def __init__(self, node: Node) -> None:
         self.node = node
-        self.container = ""
         self.caught: list[int] = []
+        self._target: tuple[str, str] | None = None
+        self._held: list[int] | None = None
+        self._cancelled = False
         self._sent: list[asyncio.Task[None]] = []
         self._block: asyncio.Task[object] | None = None
+        self._handled: list[int] = []
 
     async def __aenter__(self) -> _Signals:
         self._block = asyncio.current_task()
-        for number in _ENDING:
-            asyncio.get_running_loop().add_signal_handler(number, self._come, number)
+        for number in (*ENDING, *PASSED):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                asyncio.get_running_loop().add_signal_handler(number, self._come, number)
+                self._handled.append(number)
         return self
 
-    async def __aexit__(self, *_exc: object) -> None:
-        for number in _ENDING:
+    async def __aexit__(self, kind: type[BaseException] | None, *_exc: object) -> None:
+        for number in self._handled:
             asyncio.get_running_loop().remove_signal_handler(number)
         for task in self._sent:
             task.cancel()
         await asyncio.gather(*self._sent, return_exceptions=True)
+        if kind is asyncio.CancelledError and self.caught:
+            raise SystemExit(128 + self.caught[0])
 
-    def aim(self, container: str) -> None:
-        """From now on they go there."""
-        self.container = container
+    def aim(self, container: str, process: str = "") -> None:
+        """From now on they go there: to the first process, or to the command of an added one."""
+        self._target = container, process
+        held, self._held = self._held or [], None
+        for number in held:
+            self._come(number)
+
+    def hold(self) -> None:
+        """A program may run from now on, but cannot be signalled yet."""
+        self._held = []
+
+    def enough(self) -> None:
+        """What was run has ended: one more signal cancels the block, should it still wait for a reader."""
+        self._target = None
 
     def _come(self, number: int) -> None:
+        if self._held is not None:
+            self._held.append(number)
+            return
+        if number in PASSED:
+            if self._target is not None:
+                self._sent.append(asyncio.get_running_loop().create_task(self._send(*self._target, number)))
+            return
         self.caught.append(number)
-        if self.container:
-            self._sent.append(asyncio.get_running_loop().create_task(self._end(number, len(self._sent))))
-        elif self._block is not None:
+        if self._target is not None:
+            self._sent.append(asyncio.get_running_loop().create_task(self._end(*self._target, number, len(self.caught))))
+        elif self._block is not None and not self._cancelled:
+            self._cancelled = True  # a second one would cancel the cleaning up
             self._block.cancel()
 
-    async def _end(self, number: int, before: int) -> None:
+    async def _end(self, container: str, process: str, number: int, count: int) -> None:
+        if count == 1:
+            await self._send(container, process, number)
+            await asyncio.sleep(GRACE)
         with contextlib.suppress(ContainerdError):
-            if not before:
-                await self.node.tasks.kill(self.container, number)
-                await asyncio.sleep(GRACE)
-            await self.node.tasks.kill(self.container, signal.SIGKILL, everyone=True)
+            await lifecycle.patiently(lambda: self.node.tasks.kill(container, signal.SIGKILL, everyone=True))
+
+    async def _send(self, container: str, process: str, number: int) -> None:
+        with contextlib.suppress(ContainerdError, OSError):
+            if not process:
+                await lifecycle.patiently(lambda: self.node.tasks.kill(container, number))
+                return
+            from weenv.environment.processes import send_to_command
+
+            reaper = (await lifecycle.patiently(lambda: self.node.tasks.get(container, process))).pid
+            await self.node.in_thread(send_to_command, reaper, number)
 
 
 async def _copy_input(write: Callable[[bytes], Awaitable[None]]) -> None:
@@ -303,7 +361,7 @@ async def _copy_input(write: Callable[[bytes], Awaitable[None]]) -> None:
 async def _feed(node: Node, container: str, process: str, streams: Streams) -> None:
     assert streams.writer is not None
     await _copy_input(streams.writer.write)
-    streams.writer.close()
+    await streams.writer.end()
     with contextlib.suppress(ContainerdError):
         await node.tasks.close_stdin(container, process)
 
@@ -325,11 +383,11 @@ def _terminal(wanted: bool) -> Iterator[asyncio.Event | None]:
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGWINCH, changed.set)
     try:
-        tty.setraw(0)
+        tty.setraw(0, termios.TCSANOW)  # what has been typed already is for the environment
         yield changed
     finally:
         loop.remove_signal_handler(signal.SIGWINCH)
-        termios.tcsetattr(0, termios.TCSADRAIN, before)
+        termios.tcsetattr(0, termios.TCSANOW, before)
 
 
 async def _follow_size(node: Node, container: str, process: str, changed: asyncio.Event) -> None:

@@ -19,9 +19,10 @@ from weenv.environment.lifecycle import (
     remove,
     running,
     start_error,
+    to_the_end,
 )
 from weenv.environment.node import Node
-from weenv.environment.processes import MARKER, end_family
+from weenv.environment.processes import MARKER, end_family, holds_pipe
 from weenv.environment.recall import Ready
 from weenv.environment.rootfs import FileError, find_program, open_process_root
 from weenv.environment.spec import DEFAULT_PATH, INIT, added_process
@@ -87,10 +88,14 @@ async def execute(
     stdout: Sink | None = None,
     stderr: Sink | None = None,
     started: Callable[[str], None] | None = None,
+    starting: Callable[[], object] = lambda: None,
 ) -> ExecResult:
     """Run a command beside the first process (pid ``first``). Given sinks get the output instead of the result.
 
-    When time is up, or the caller is cancelled, everything that the command started is killed. Raises WeenvError.
+    From the call of ``starting`` on the command may run; ``started`` gets its id when it does.
+
+    When time is up, the caller is cancelled or a given sink fails, everything that the command started is killed. Raises
+    WeenvError, and what the sink raised.
     """
     loop = asyncio.get_running_loop()
     name = "x" + secrets.token_hex(8)
@@ -127,19 +132,18 @@ async def execute(
             raise
         process = _Added(node, container.id, first, name)
         try:
-            timed_out, ended = await process.run(command, streams, feed, started)
+            timed_out, ended = await process.run(command, streams, feed, started, starting)
             seconds = loop.time() - begin
-            await streams.drain()
+            streams.raise_error()
         except StartError as error:
             return ExecResult(error.exit_code, b"", f"weenv: {error.message}\n".encode(), seconds=loop.time() - begin)
         finally:
             # A child that lives on holds the streams, and the shim waits two seconds for them: nobody else has to.
             node.background(process.delete())
+        await streams.drain(held=process.held)
     finally:
         streams.close()
-    for reader in streams.readers:
-        if reader.error is not None:
-            raise reader.error
+    streams.raise_error()
     dropped = kept[0].dropped + kept[1].dropped
     return ExecResult(ended.status, kept[0].bytes(), kept[1].bytes(), timed_out, dropped, seconds)
 
@@ -172,17 +176,28 @@ class _Added:
         self.container = container
         self.first = first
         self.name = name
+        self.leader = 0
 
     async def run(
-        self, command: Command, streams: Streams, feed: Feed | None, started: Callable[[str], None] | None
+        self,
+        command: Command,
+        streams: Streams,
+        feed: Feed | None,
+        started: Callable[[str], None] | None,
+        starting: Callable[[], object],
     ) -> tuple[bool, Exit]:
         """Start, feed, wait; (timed out, how it ended). The process is taken away again. Raises WeenvError."""
         helpers: list[asyncio.Task[None]] = []
-        leader = 0
         ended: Exit | None = None
         try:
+            starting()
+            begun = asyncio.ensure_future(self.node.tasks.start(self.container, self.name))
             try:
-                leader = await self.node.tasks.start(self.container, self.name)
+                self.leader = await to_the_end(begun)
+            except asyncio.CancelledError:
+                if begun.done() and begun.exception() is None:
+                    await to_the_end(self.node.in_thread(end_family, begun.result(), self.first, self.name))
+                raise
             except ContainerdError as error:
                 raise start_error(error) from error
             if started is not None:
@@ -191,12 +206,12 @@ class _Added:
             timed_out = False
             try:
                 async with asyncio.timeout(command.timeout):
-                    ended = await self._wait()
+                    ended = await streams.unless_failed(self._wait())
             except TimeoutError:
                 timed_out = True
             finally:
                 if ended is None:
-                    await asyncio.shield(self.node.in_thread(end_family, leader, self.first, self.name))
+                    await to_the_end(self.node.in_thread(end_family, self.leader, self.first, self.name))
             if ended is None:
                 async with asyncio.timeout(30):
                     ended = await self._wait()
@@ -213,9 +228,13 @@ class _Added:
         if feed is None or streams.writer is None:
             return
         await feed(streams.writer.write)
-        streams.writer.close()
+        await streams.writer.end()
         with contextlib.suppress(ContainerdError):
             await self.node.tasks.close_stdin(self.container, self.name)
+
+    async def held(self) -> bool:
+        """Whether something that the process has left running may hold its streams."""
+        return await self.node.in_thread(holds_pipe, self.leader, self.first, self.name)
 
     async def delete(self) -> None:
         """Take the ended process away; what fails then goes with the environment."""
@@ -243,5 +262,5 @@ async def run_mutations(node: Node, made: Started, ready: Ready) -> None:
                     f"the plan's command {' '.join(args)[:100]!r} ended with {result.exit_code}: {(text or [''])[-1][:300]}"
                 )
     except BaseException:
-        await asyncio.shield(remove(node, made.container.id))
+        await to_the_end(remove(node, made.container.id))
         raise

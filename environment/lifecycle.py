@@ -2,13 +2,15 @@
 
 Nothing is left behind, whoever dies when. The container record comes first: its snapshot key keeps the snapshot from
 containerd's collector from the moment that is made, so no lease has to be renewed, and whatever comes after hangs on a
-record that carries our labels. Removal goes the other way: task, record, snapshot, directory; each step may find its work
-done. An environment to be removed at its end has the label ``dev.weenv.rm`` with the mark of its owner (owner.py);
-:func:`sweep`, which every command calls, removes those whose owner is gone and those without owner that have ended.
+record that carries our labels. Removal takes the record last; each step may find its work done. While an environment is
+being made, and afterwards where it is to be removed at its end, it has the label ``dev.weenv.rm`` with the mark of its
+owner (owner.py); :func:`sweep`, which every command calls, removes those whose owner is gone and those without owner that
+have ended. :func:`hand_over` makes one outlive its maker.
 
 ::
 
-    record -> snapshot -> (spec with the user) -> task made -> task runs -> ended -> removed
+    record -> snapshot -> (spec with the user) -> directory -> task made -> task runs -> handed over
+    ended -> task -> snapshot -> directory -> record
 """
 
 from __future__ import annotations
@@ -19,11 +21,11 @@ import os
 import shutil
 import signal
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from weenv.core.errors import WeenvError
-from weenv.environment import accounts, owner
+from weenv.environment import accounts, orphans, owner
 from weenv.environment.images import prepare
 from weenv.environment.model import Plan
 from weenv.environment.node import Node
@@ -86,6 +88,23 @@ async def patiently(work: Callable[[], Awaitable[T]], seconds: float = 60.0) -> 
         await asyncio.sleep(0.2)
 
 
+async def to_the_end(work: Awaitable[T]) -> T:
+    """Wait for what must not be left half done, however often the caller is cancelled meanwhile; that is raised then."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+        except BaseException:  # noqa: BLE001 - the task's own, given below
+            break
+    if cancelled is not None and not task.cancelled():
+        task.exception()
+        raise cancelled
+    return task.result()
+
+
 async def _unless(codes: frozenset[str], work: Awaitable[T]) -> T | None:
     """The result, or None where it fails in one of these ways."""
     try:
@@ -119,18 +138,16 @@ async def start(
     options: Options,
     *,
     name: str = "",
-    remove_at_end: bool = False,
-    owned: bool = True,
     streams: Callable[[Ready], Callable[[str], Streams] | None] | None = None,
-    made: Callable[[str], None] | None = None,
+    starting: Callable[[], object] = lambda: None,
 ) -> Started:
     """Make and start an environment. What it writes goes to the ``streams`` made in its directory, or
-    into two files where there are none.
+    into two files where there are none. From the call of ``starting`` on, its program may run.
 
-    ``owned``: this process removes it, see :func:`sweep`. Whatever fails, nothing is left. Raises WeenvError.
+    This process owns it: removes it, or hands it over. Whatever fails, nothing is left. Raises WeenvError.
     """
     container = name or new_id(ready.plan or ready.name.rpartition("/")[2].partition(":")[0])
-    labels = labels_of(ready, remove_at_end=remove_at_end, owned=owned)
+    labels = labels_of(ready)
     options = completed(node.config, ready, options, container)
     text = user_text(ready, options)
     user = accounts.remembered(node.directory, ready.chain, text)
@@ -162,18 +179,33 @@ async def start(
         else:
             stdio = _log_files(home)
         try:
-            pid = await node.tasks.create(container, mounts, stdio, binary=node.run.binary)
-            if made is not None:
-                made(container)
+            # Given up half-way, containerd ends the shim, which ends the runtime, whose first process may be left.
+            pid = await to_the_end(node.tasks.create(container, mounts, stdio, binary=node.run.binary))
+            starting()
             await node.tasks.start(container)
         except ContainerdError as error:
             raise start_error(error) from error
     except BaseException:
         if opened is not None:
             opened.close()
-        await asyncio.shield(remove(node, container))
+        await to_the_end(remove(node, container))
         raise
     return Started(entry, pid)
+
+
+async def hand_over(node: Node, made: Started, *, remove_at_end: bool) -> None:
+    """It is no longer this process's: nobody's to be removed at its end, or to be kept. Where that fails it is removed.
+
+    Raises WeenvError.
+    """
+    labels = {name: value for name, value in made.container.labels.items() if name != LABEL_RM}
+    if remove_at_end:
+        labels[LABEL_RM] = "-"
+    try:
+        await patiently(lambda: node.containers.update(replace(made.container, labels=labels), "labels"))
+    except BaseException:
+        await to_the_end(remove(node, made.container.id))
+        raise
 
 
 def _look_up(node: Node, ready: Ready, text: str, mounts: list[Mount]) -> User:
@@ -269,7 +301,9 @@ async def remove(node: Node, container: str, *, ended: bool = False) -> None:
             await patiently(lambda: node.tasks.delete(container))
         except ContainerdError as error:
             if error.code in _GONE:
-                break
+                if ended or not await _in_the_making(node, container):
+                    break
+                continue
             # Between its end and the shim's word of it, or while it is being made.
             if attempt == 49:
                 raise
@@ -277,9 +311,21 @@ async def remove(node: Node, container: str, *, ended: bool = False) -> None:
             await _unless(_GONE, stop(node, container, grace=0))
         else:
             break
-    await patiently(lambda: _unless(_GONE, node.containers.delete(container)))
     await patiently(lambda: _unless(_GONE, node.snapshots.remove(container)))
     shutil.rmtree(node.home(container), ignore_errors=True)
+    await patiently(lambda: _unless(_GONE, node.containers.delete(container)))
+
+
+async def _in_the_making(node: Node, container: str) -> bool:
+    """True where containerd has the task after all; else what its making, given up by containerd, has left is ended."""
+    for _ in range(100):
+        if not await node.in_thread(orphans.makers, node.run.namespace, container):
+            break
+        await asyncio.sleep(0.05)
+        if await patiently(lambda: _unless(_GONE, node.tasks.get(container))) is not None:
+            return True
+    await node.in_thread(orphans.end, node.run.namespace, container, node.cgroup(container))
+    return False
 
 
 async def sweep(node: Node) -> list[str]:

@@ -101,7 +101,8 @@ def family(leader: int, everyone: set[int], marker: str) -> set[int]:
     return chosen
 
 
-def _kill(pid: int) -> None:
+def kill(pid: int) -> None:
+    """SIGKILL a process, if it is there."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         handle = os.pidfd_open(pid)
         try:
@@ -138,6 +139,39 @@ class _Freezer:
             _write(self._path, self._off)
 
 
+def send_to_command(reaper: int, number: int, *, timeout: float = 2.0) -> None:
+    """Signal the command that runs under ``reaper`` (weenv.environment.waiter), not those it has adopted. Blocking.
+
+    Its own child is the eldest; before it has forked, there is none. Raises OSError where all has ended.
+    """
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        with open(f"/proc/{reaper}/task/{reaper}/children") as file:
+            children = file.read().split()
+        if children:
+            handle = os.pidfd_open(int(children[0]))
+            try:
+                signal.pidfd_send_signal(handle, number)
+            finally:
+                os.close(handle)
+            return
+        time.sleep(0.002)
+
+
+def holds_pipe(leader: int, first: int, marker: str) -> bool:
+    """True where something that came from ``leader``, which has ended, lives and has a pipe open. Blocking."""
+    try:
+        group = group_of(first)
+    except OSError:
+        return False
+    for pid in family(leader, members(group) if group else _all(), marker) - {first}:
+        with contextlib.suppress(OSError):
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                if os.readlink(f"/proc/{pid}/fd/{name}").startswith("pipe:"):
+                    return True
+    return False
+
+
 PATIENCE = 5
 """Rounds of killing before the container is frozen for the next ones."""
 
@@ -158,7 +192,7 @@ def end_family(leader: int, first: int, marker: str, *, timeout: float = 10.0) -
         with freezer.hold() if rounds >= PATIENCE else contextlib.nullcontext():
             victims = family(leader, members(group) if group else _all(), marker) - {first}
             for pid in victims - {leader} or victims:
-                _kill(pid)
+                kill(pid)
         if not victims:
             return True
         rounds += 1

@@ -7,6 +7,7 @@ gives up and the ordinary way is taken; after that, the ordinary way does the re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -17,6 +18,7 @@ from typing import Any
 
 from weenv.core.settings import DEFAULT_CONFIG
 from weenv.environment import accounts, owner, recall
+from weenv.environment.outlet import AT_MOST, LAST, Outlet
 from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
 from weenv.environment.record import LABEL_RM, completed, labels_of, new_id, spec_of, user_text
 from weenv.environment.requested import options_of
@@ -41,8 +43,10 @@ _SPEC = "types.containerd.io/opencontainers/runtime-spec/1/Spec"
 _RUNC_OPTIONS = "containerd.runc.v1.Options"
 
 _CHUNK = 1 << 16
-_QUIET, _AT_MOST, _GRACE = 0.25, 5.0, 10.0
-"""Seconds, as in weenv.environment.stdio and attended."""
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED = (signal.SIGUSR1, signal.SIGUSR2)
+_GRACE = 10.0
+"""As in weenv.environment.attended; seconds."""
 _RECONNECT = 60.0
 
 
@@ -114,7 +118,7 @@ def run(argv: Sequence[str]) -> int | None:
         return None
     message: dict[str, Any] = {
         "id": container,
-        "labels": labels_of(ready, remove_at_end=True, owned=True),
+        "labels": labels_of(ready),
         "image": ready.name,
         "runtime": {"name": config.run.shim, **_options(config)},
         "spec": {"type_url": _SPEC, "value": _json(spec_of(config, ready, options, user, container))},
@@ -125,22 +129,59 @@ def run(argv: Sequence[str]) -> int | None:
         client = QuickClient(config.run.address, config.run.namespace)
     except QuickError:
         return None
-    one = _One(config, client, container)
-    try:
-        client.call(_CONTAINERS, "Create", "CreateContainerRequest", {"container": message}, "CreateContainerResponse")
-    except QuickError as error:
-        client.close()
-        if error.code in (ALREADY_EXISTS, BROKEN):
-            return None  # said, or tried again, by the ordinary way
-        raise
-    if ready.notice:
-        _say(ready.notice)
-    try:
-        return one.live(ready.chain)
-    finally:
-        one.remove()
-        if one.leftovers:
-            one.sweep()
+    with _Signals() as signals:
+        one = _One(config, client, container, signals)
+        try:
+            client.call(_CONTAINERS, "Create", "CreateContainerRequest", {"container": message}, "CreateContainerResponse")
+        except QuickError as error:
+            client.close()
+            if error.code in (ALREADY_EXISTS, BROKEN):
+                return signals.status  # said, or tried again, by the ordinary way
+            raise
+        if ready.notice:
+            _say(ready.notice)
+        try:
+            status = one.live(ready.chain)
+        finally:
+            one.remove()
+            if one.leftovers:
+                one.sweep()
+        return signals.status if status is None else status
+
+
+class _Signals:
+    """Signals are only noted for the length of the block, so that none ends this process while something of it is in
+    containerd; ``wake`` becomes readable."""
+
+    def __init__(self) -> None:
+        self.caught: list[int] = []
+        """Those that are to end what runs."""
+        self.passed: list[int] = []
+        """Those only to be handed on, not yet."""
+        self.wake, self._woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._before: dict[int, Any] = {}
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of who was told to end before anything ran; None where nobody was."""
+        return 128 + self.caught[0] if self.caught else None
+
+    def __enter__(self) -> _Signals:
+        for number in (*_ENDING, *_PASSED):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as of nohup(1), or of a shell's background job
+                self._before[number] = signal.signal(number, self._come)
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        os.close(self.wake)
+        os.close(self._woken)
+
+    def _come(self, number: int, _frame: object) -> None:
+        (self.caught if number in _ENDING else self.passed).append(number)
+        with contextlib.suppress(BlockingIOError):
+            os.write(self._woken, b"!")
 
 
 def _say(line: str) -> None:
@@ -166,7 +207,7 @@ def _options(config: NodeConfig) -> dict[str, Any]:
 class _One:
     """One environment, from its record to its removal."""
 
-    def __init__(self, config: NodeConfig, client: QuickClient, container: str) -> None:
+    def __init__(self, config: NodeConfig, client: QuickClient, container: str, signals: _Signals) -> None:
         self.config = config
         self.client = client
         self.container = container
@@ -175,29 +216,22 @@ class _One:
         self.ended = False
         self.prepared = False
         self.removed = False
-        self.signals: list[int] = []
+        self.signals = signals
         self.killed_at = 0.0
         self.running = False
+        self.exit_status = -1
+        self.waiting = self.listing = 0
         self.outputs: dict[int, int] = {}
 
     def live(self, chain: str) -> int | None:
-        """Start, copy, wait; the exit status, or None where the plan has to be composed anew."""
-        wake, woken = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        before = {
-            number: signal.signal(number, lambda caught, _: self.signals.append(caught))
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        }
-        signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        """Start, copy, wait; the exit status, or None where the plan has to be composed anew or a signal came first."""
         try:
             if not self._start(chain):
                 self.remove()
                 return None
-            return self._attend(wake)
+            return self._attend()
         finally:
-            signal.set_wakeup_fd(-1)
-            for number, handler in before.items():
-                signal.signal(number, handler)
-            for fd in (wake, woken, *self.outputs):
+            for fd in self.outputs:
                 os.close(fd)
 
     def _start(self, chain: str) -> bool:
@@ -214,6 +248,7 @@ class _One:
         for number, path in enumerate(paths, 1):
             os.mkfifo(path, 0o600)
             self.outputs[os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)] = number
+        made = False
         try:
             request = {
                 "container_id": self.container,
@@ -222,65 +257,93 @@ class _One:
                 "stderr": paths[1],
                 **_options(self.config),
             }
-            call(_TASKS, "Create", "CreateTaskRequest", request, "CreateTaskResponse")
+            if self.signals.caught:
+                return False
             self.running = True
+            call(_TASKS, "Create", "CreateTaskRequest", request, "CreateTaskResponse")
+            made = True
+            if self.signals.caught:
+                return False  # who has not begun needs no chance to end well
             call(_TASKS, "Start", "StartRequest", {"container_id": self.container}, "StartResponse")
         except QuickError as error:
+            self.running = made or error.code == BROKEN  # else containerd has taken away what it could not make
             from weenv.environment.lifecycle import start_error
             from weenv.plugin.containerd.client import ContainerdError
 
             raise start_error(ContainerdError(error.message, "UNKNOWN")) from error
         return True
 
-    def _attend(self, wake: int) -> int:
+    def _attend(self) -> int:
         """Copy what it writes until it has ended."""
-        waiting = self._ask_wait()
-        sweep = self.client.begin(
+        self.waiting = self._ask_wait()
+        self.listing = self.client.begin(
             _CONTAINERS, "List", "ListContainersRequest", {"filters": [f'labels."{LABEL_RM}"']}, "ListContainersResponse"
         )
-        exit_status = -1
-        deadline = quiet = 0.0
-        open_outputs = dict(self.outputs)
-        sent = 0
-        while exit_status < 0 or open_outputs:
-            for number in self.signals[sent:]:
+        outlets = {fd: Outlet(number) for fd, number in self.outputs.items()}
+        done: set[int] = set()
+        deadline = 0.0
+        sent = left = 0
+        while True:
+            for number in self.signals.caught[sent:]:
                 self._signal(number, again=sent > 0)
                 sent += 1
+            while self.signals.passed:
+                self._kill(self.signals.passed.pop(0))
+            # An answer may have come while another was waited for: the socket does not tell.
+            before = self.exit_status
+            self._take_answers()
             now = time.monotonic()
-            if exit_status >= 0 and now >= min(deadline, quiet):
-                break
-            timeout = min(deadline, quiet) - now if exit_status >= 0 else None
-            if self.killed_at and exit_status < 0:
+            if before < 0 <= self.exit_status:  # all others in there have, too (pid_namespaces(7)): its streams end
+                deadline = now + AT_MOST
+            blocked = [outlet.fd for outlet in outlets.values() if outlet.pending]
+            timeout = None
+            if self.exit_status >= 0:
+                if not blocked and (len(done) == len(outlets) or left > LAST or now >= deadline):
+                    return self.exit_status
+                if blocked and self.signals.caught and now >= deadline:
+                    return self.exit_status  # told to end, with a reader that takes nothing
+                timeout = None if blocked and not self.signals.caught else deadline - now
+            elif self.killed_at:
                 if now >= self.killed_at:
                     self.killed_at = 0.0
                     self._kill(signal.SIGKILL, everyone=True)
-                else:
-                    timeout = self.killed_at - now
-            poll: list[Any] = [*open_outputs, wake, *([self.client.socket] if exit_status < 0 or sweep else [])]
-            readable, _, _ = select.select(poll, [], [], timeout)
-            if wake in readable:
-                os.read(wake, 4096)
-            for fd in [fd for fd in readable if isinstance(fd, int) and fd in open_outputs]:
-                if _copy(fd, open_outputs[fd]):
-                    quiet = time.monotonic() + _QUIET
-                else:
-                    del open_outputs[fd]
-            if self.client.socket not in readable:
-                continue
-            try:
-                if sweep and (answer := self.client.result(sweep, block=False)) is not None:
-                    sweep = 0
-                    self._look(answer)
-                if exit_status < 0 and (answer := self.client.result(waiting, block=False)) is not None:
-                    exit_status = int(answer.get("exit_status", 0))
-                    self.ended = True
-                    quiet = time.monotonic() + _QUIET
-                    deadline = time.monotonic() + _AT_MOST
-            except QuickError as error:
-                if error.code != BROKEN or self.ended:
-                    raise
-                waiting, sweep = self._reconnect(), 0
-        return exit_status
+                    continue
+                timeout = self.killed_at - now
+            sources = [fd for fd, outlet in outlets.items() if fd not in done and not outlet.pending]
+            poll = [*sources, self.signals.wake, *([self.client.socket.fileno()] if self.waiting or self.listing else [])]
+            readable, writable, _ = select.select(poll, blocked, [], timeout)
+            if self.signals.wake in readable:
+                os.read(self.signals.wake, 4096)
+            if blocked and self.exit_status >= 0 and not self.signals.caught:
+                deadline += time.monotonic() - now  # it is our reader who is slow, not what has been running here
+            for fd, outlet in outlets.items():
+                try:
+                    if outlet.fd in writable:
+                        outlet.flush()
+                    if fd in readable and not outlet.pending:
+                        read = _copy(fd, outlet)
+                        if read == 0:
+                            done.add(fd)
+                        left += max(0, read) if self.exit_status >= 0 else 0
+                except BrokenPipeError:
+                    return 128 + signal.SIGPIPE  # as who writes there himself; it is killed by being removed
+
+    def _take_answers(self) -> None:
+        """What has come of the two answers that are outstanding."""
+        try:
+            if self.listing and (answer := self.client.result(self.listing, block=False)) is not None:
+                self.listing = 0
+                self._look(answer)
+            if self.waiting and (answer := self.client.result(self.waiting, block=False)) is not None:
+                self.waiting = 0
+                self.exit_status = int(answer.get("exit_status", 0))
+                self.ended = True
+        except QuickError as error:
+            if error.code != BROKEN:
+                raise
+            self.listing = 0
+            if not self.ended:
+                self.waiting = self._reconnect()
 
     def _ask_wait(self) -> int:
         return self.client.begin(_TASKS, "Wait", "WaitRequest", {"container_id": self.container}, "WaitResponse")
@@ -313,11 +376,17 @@ class _One:
             self.killed_at = time.monotonic() + _GRACE
 
     def _kill(self, number: int, *, everyone: bool = False) -> None:
+        if self.ended:
+            return
         request = {"container_id": self.container, "signal": number, "all": everyone}
         try:
             self.client.call(_TASKS, "Kill", "KillRequest", request, _EMPTY)
-        except QuickError:
-            return  # it has ended, or the connection has, which the waiting finds out
+        except QuickError as error:
+            if error.code == BROKEN:
+                self.listing = 0
+                self.waiting = self._reconnect()
+                with contextlib.suppress(QuickError):
+                    self.client.call(_TASKS, "Kill", "KillRequest", request, _EMPTY)
 
     def remove(self) -> None:
         """Take it away; in any difficulty as :func:`weenv.environment.lifecycle.remove` does."""
@@ -330,11 +399,11 @@ class _One:
                 raise QuickError("it has not ended", BROKEN)
             if self.running:
                 call(_TASKS, "Delete", "DeleteTaskRequest", {"container_id": self.container}, "DeleteResponse")
-            call(_CONTAINERS, "Delete", "DeleteContainerRequest", {"id": self.container}, _EMPTY)
             if self.prepared:
                 key = {"snapshotter": self.config.run.snapshotter, "key": self.container}
                 call(_SNAPSHOTS, "Remove", "RemoveSnapshotRequest", key, _EMPTY)
             self._clear()
+            call(_CONTAINERS, "Delete", "DeleteContainerRequest", {"id": self.container}, _EMPTY)
         except QuickError:
             self._ordinarily("remove")
         finally:
@@ -372,16 +441,11 @@ class _One:
         asyncio.run(go())
 
 
-def _copy(source: int, target: int) -> bool:
-    """Copy what is there; False at its end."""
+def _copy(source: int, outlet: Outlet) -> int:
+    """Copy what is there: bytes, 0 at its end, -1 for nothing yet."""
     try:
         data = os.read(source, _CHUNK)
     except BlockingIOError:
-        return True
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(target, view) :]
-        except BlockingIOError:
-            select.select([], [target], [])
-    return bool(data)
+        return -1
+    outlet.write(data)
+    return len(data)

@@ -17,7 +17,7 @@ from weenv.environment.users import User
 LABEL = "dev.weenv.environment"
 """On every container of ours: the plan's or image's name."""
 LABEL_RM = "dev.weenv.rm"
-"""On those to be removed at their end: the owner's mark, or ``-`` where there is none."""
+"""On those to be removed: the owner's mark, or ``-`` for one without owner, at its end. All that are being made have it."""
 LABEL_CEILING = "dev.weenv.ceiling"
 """``<cores>,<bytes>``: how far a plan lets its environments grow; 0: no limit."""
 
@@ -40,15 +40,13 @@ def limits_of(ready: Ready, options: Options) -> Limits:
     )
 
 
-def labels_of(ready: Ready, *, remove_at_end: bool, owned: bool) -> dict[str, str]:
-    """The container's labels."""
-    made = {LABEL: ready.plan or ready.name}
+def labels_of(ready: Ready) -> dict[str, str]:
+    """The container's labels while this process is its owner."""
+    made = {LABEL: ready.plan or ready.name, LABEL_RM: owner.mark()}
     if ready.plan:
         made[LABEL_CEILING] = f"{ready.resources.cpu.ceiling:g},{int(ready.resources.memory.ceiling)}"
     if ready.not_lazy:
         made[notlazy.LABEL] = ready.not_lazy
-    if remove_at_end:
-        made[LABEL_RM] = owner.mark() if owned else "-"
     return made
 
 

@@ -2,9 +2,9 @@
 
 A shim opens each output FIFO for writing and (to hold it) for reading, copies what the process writes, and closes both
 once every process that inherited the stream has closed it (containerd v2.1.9, cmd/containerd-shim-runc-v2/process/io.go).
-It opens the input FIFO for reading without waiting, and holds a writing end until CloseIO (process/exec.go). So readers
-here are opened before the task is made and see nothing until the shim has come; the input's end is opened for reading
-and writing, so that it neither waits nor breaks.
+It opens the input FIFO for reading, and holds a writing end until CloseIO (process/exec.go), both in the background
+(containerd/fifo, OpenFifo). So readers here are opened before the task is made and see nothing until the shim has come;
+the input's end is opened once the shim's is.
 
 Everything runs in one event loop's thread; descriptors are closed exactly once, by whoever sees the end first.
 """
@@ -13,15 +13,57 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, TypeVar
 
+from weenv.environment.outlet import AT_MOST, LAST, QUIET, Outlet
 from weenv.plugin.containerd.runtime import Stdio
+
+T = TypeVar("T")
 
 CHUNK = 1 << 16
 """Bytes read at a time: what a pipe holds (pipe(7))."""
 
-Sink = Callable[[bytes], None]
+Sink = Callable[[bytes], "asyncio.Future[None] | None"]
+"""Takes data; gives None, or a future that is done when more can be taken."""
+
+
+class Written:
+    """A sink that writes to a descriptor of this process, waiting for its reader without keeping the loop from its work."""
+
+    def __init__(self, fd: int) -> None:
+        self._outlet = Outlet(fd)
+        self._room: asyncio.Future[None] | None = None
+
+    def __call__(self, data: bytes) -> asyncio.Future[None] | None:
+        if self._outlet.write(data):
+            return None
+        loop = asyncio.get_running_loop()
+        self._room = loop.create_future()
+        loop.add_writer(self._outlet.fd, self._more)
+        return self._room
+
+    def _more(self) -> None:
+        assert self._room is not None
+        error: OSError | None = None
+        try:
+            if not self._outlet.flush():
+                return
+        except OSError as caught:
+            error = caught
+        self.close()
+        if self._room.done():
+            return
+        if error is None:
+            self._room.set_result(None)
+        else:
+            self._room.set_exception(error)
+
+    def close(self) -> None:
+        """Write no more."""
+        asyncio.get_running_loop().remove_writer(self._outlet.fd)
 
 
 class Collected:
@@ -46,13 +88,21 @@ class Collected:
 
 
 class Reader:
-    """Reads a FIFO into a sink until its end. An error of the sink ends nothing: later data is dropped, see ``error``."""
+    """Reads a FIFO into a sink until its end, as fast as that takes it.
 
-    def __init__(self, path: str, sink: Sink, loop: asyncio.AbstractEventLoop) -> None:
+    An error of the sink ends nothing: later data is dropped; see ``error``, and ``failed`` is told.
+    """
+
+    def __init__(
+        self, path: str, sink: Sink, loop: asyncio.AbstractEventLoop, failed: Callable[[], object] = lambda: None
+    ) -> None:
         self._loop = loop
         self._sink: Sink | None = sink
+        self._failed = failed
         self.error: Exception | None = None
         self.read = 0
+        self.blocked: asyncio.Future[None] | None = None
+        """What is waited for where the sink takes nothing."""
         self.ended = loop.create_future()
         self._fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         loop.add_reader(self._fd, self._ready)
@@ -70,12 +120,33 @@ class Reader:
         self.read += len(data)
         if self._sink is not None:
             try:
-                self._sink(data)
+                self.blocked = self._sink(data)
             except Exception as error:  # noqa: BLE001 - given to whoever waits; the process must not block meanwhile
-                self.error, self._sink = error, None
+                self._fail(error)
+            if self.blocked is not None:
+                self._loop.remove_reader(self._fd)
+                self.blocked.add_done_callback(self._resume)
+
+    def _resume(self, room: asyncio.Future[None]) -> None:
+        self.blocked = None
+        if room.cancelled():
+            return
+        error = room.exception()
+        if isinstance(error, Exception):
+            self._fail(error)
+        if self._fd >= 0:
+            self._loop.add_reader(self._fd, self._ready)
+
+    def _fail(self, error: Exception) -> None:
+        self.error, self._sink = error, None
+        self._failed()
 
     def close(self) -> None:
         """Stop reading."""
+        if self.blocked is not None:
+            self.blocked.cancel()
+            if isinstance(self._sink, Written):
+                self._sink.close()
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
@@ -85,18 +156,24 @@ class Reader:
 
 
 class Writer:
-    """Feeds a FIFO. The shim must have opened its end before :meth:`close`, or what was written is lost."""
+    """Feeds a FIFO, from when the shim has opened its end: a shim does that some time after it has said that the process
+    runs, and what was written and closed before would be lost, and the process wait for its input for ever."""
 
     def __init__(self, path: str, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._path = path
+        self._fd = -1
+        self._closed = False
 
     async def write(self, data: bytes | memoryview) -> None:
-        """Write all of it, waiting for room."""
+        """Write all of it, waiting for room; what nobody reads any more is dropped."""
+        await self._open()
         view = memoryview(data)
         while view and self._fd >= 0:
             try:
                 view = view[os.write(self._fd, view[:CHUNK]) :]
+            except BrokenPipeError:
+                self.close()
             except BlockingIOError:
                 room = asyncio.Event()
                 self._loop.add_writer(self._fd, room.set)
@@ -106,8 +183,26 @@ class Writer:
                     if self._fd >= 0:
                         self._loop.remove_writer(self._fd)
 
+    async def end(self) -> None:
+        """All has been written; the shim may now be told so."""
+        await self._open()
+        self.close()
+
+    async def _open(self) -> None:
+        """Wait for a reader: without one the kernel does not open a FIFO so (fifo(7), ENXIO)."""
+        pause = 0.001
+        while self._fd < 0 and not self._closed:
+            try:
+                self._fd = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError as error:
+                if error.errno != errno.ENXIO:
+                    raise
+                await asyncio.sleep(pause)
+                pause = min(0.05, pause * 2)
+
     def close(self) -> None:
         """Close this end."""
+        self._closed = True
         if self._fd >= 0:
             self._loop.remove_writer(self._fd)
             os.close(self._fd)
@@ -129,12 +224,14 @@ class Streams:
         loop = asyncio.get_running_loop()
         self.readers: list[Reader] = []
         self.writer: Writer | None = None
+        self.failed = asyncio.Event()
+        """Set where a sink takes nothing any more: what the process writes goes nowhere."""
         os.makedirs(directory, mode=0o700, exist_ok=True)
         try:
             self.stdio = Stdio(self._fifo("0") if stdin else "", self._fifo("1"), "" if terminal else self._fifo("2"), terminal)
-            self.readers.append(Reader(self.stdio.stdout, stdout, loop))
+            self.readers.append(Reader(self.stdio.stdout, stdout, loop, self.failed.set))
             if not terminal:
-                self.readers.append(Reader(self.stdio.stderr, stderr, loop))
+                self.readers.append(Reader(self.stdio.stderr, stderr, loop, self.failed.set))
             if stdin:
                 self.writer = Writer(self.stdio.stdin, loop)
         except BaseException:
@@ -146,20 +243,57 @@ class Streams:
         os.mkfifo(path, 0o600)
         return path
 
-    async def drain(self, *, quiet: float = 0.25, at_most: float = 5.0) -> bool:
+    async def drain(
+        self,
+        *,
+        held: Callable[[], Awaitable[bool]] | None = None,
+        quiet: float = QUIET,
+        at_most: float = AT_MOST,
+        patient: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """After the process has ended: read what is left. True where all was read.
 
-        A child of it may hold the streams open for as long as it lives: once nothing came for ``quiet`` seconds, or after
-        ``at_most`` seconds, the rest is not waited for.
+        The shim may be slow to pass on the last of it, so silence alone says nothing. A child of the process may hold the
+        streams open for as long as it lives: where ``held()`` says so when nothing came for ``quiet`` seconds, and after
+        ``at_most`` seconds or LAST bytes, the rest is not waited for. A sink that takes nothing is, while ``patient()``.
         """
-        end = asyncio.get_running_loop().time() + at_most
+        loop = asyncio.get_running_loop()
+        end = loop.time() + at_most
+        begin = self._read()
         while pending := [reader.ended for reader in self.readers if not reader.ended.done()]:
-            before = sum(reader.read for reader in self.readers)
-            await asyncio.wait(pending, timeout=quiet)
-            left = end - asyncio.get_running_loop().time()
-            if left <= 0 or sum(reader.read for reader in self.readers) == before:
+            before, now = self._read(), loop.time()
+            blocked = [reader.blocked for reader in self.readers if reader.blocked is not None]
+            await asyncio.wait([*(blocked or pending)], timeout=quiet, return_when=asyncio.FIRST_COMPLETED)
+            if blocked and patient():
+                end += loop.time() - now
+                continue
+            if loop.time() >= end:
+                break
+            if not blocked and self._read() - begin > LAST:
+                break
+            if not blocked and self._read() == before and held is not None and await held():
                 break
         return all(reader.ended.done() for reader in self.readers)
+
+    def _read(self) -> int:
+        return sum(reader.read for reader in self.readers)
+
+    async def unless_failed(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result; None where a sink fails first, as when nobody reads our output any more."""
+        tasks = asyncio.ensure_future(work), asyncio.ensure_future(self.failed.wait())
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            return tasks[0].result() if tasks[0].done() else None
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    def raise_error(self) -> None:
+        """Raise what a sink failed with, if one did."""
+        for reader in self.readers:
+            if reader.error is not None:
+                raise reader.error
 
     def close(self) -> None:
         """Close all ends and remove the directory."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from weenv.environment.stdio import Collected, Streams
+from weenv.environment.stdio import Collected, Streams, Written
 
 
 def in_thread(work: Callable[[], None]) -> threading.Thread:
@@ -63,14 +63,18 @@ async def test_memory_is_bounded_and_the_writer_never_blocks(tmp_path: Path) -> 
 async def test_a_stream_that_a_child_holds_is_not_waited_for(tmp_path: Path) -> None:
     out = Collected(1000)
     streams = Streams(str(tmp_path / "s"), stdout=out, stderr=out)
-    held = [os.open(path, os.O_WRONLY) for path in (streams.stdio.stdout, streams.stdio.stderr)]
-    os.write(held[0], b"said")
+    ends = [os.open(path, os.O_WRONLY) for path in (streams.stdio.stdout, streams.stdio.stderr)]
+    os.write(ends[0], b"said")
     begin = asyncio.get_running_loop().time()
-    assert not await streams.drain(quiet=0.05, at_most=1)
+
+    async def held() -> bool:
+        return True
+
+    assert not await streams.drain(held=held, quiet=0.05, at_most=1)
     assert asyncio.get_running_loop().time() - begin < 0.9
     assert out.bytes() == b"said"
     streams.close()
-    for fd in held:
+    for fd in ends:
         os.close(fd)
 
 
@@ -109,12 +113,80 @@ async def test_input_waits_for_its_reader_and_never_breaks(tmp_path: Path) -> No
     await asyncio.wait_for(streams.writer.write(data), 10)
     thread.join()
     assert got == data
-    feeding = asyncio.ensure_future(streams.writer.write(data))  # nobody reads any more
+    await asyncio.wait_for(streams.writer.write(data), 10)  # nobody reads any more
+    await streams.writer.end()
+    streams.close()
+
+
+async def test_input_that_ends_before_the_shim_has_come_is_not_lost(tmp_path: Path) -> None:
+    streams = Streams(str(tmp_path / "s"), stdout=lambda _: None, stderr=lambda _: None, stdin=True)
+    assert streams.writer is not None
+    writer = streams.writer
+
+    async def feed() -> None:
+        await writer.write(b"early")
+        await writer.end()
+
+    feeding = asyncio.ensure_future(feed())
     await asyncio.sleep(0.05)
     assert not feeding.done()
-    feeding.cancel()
-    await asyncio.gather(feeding, return_exceptions=True)
+
+    def shim() -> bytes:
+        with open(streams.stdio.stdin, "rb") as reader:
+            return reader.read()
+
+    assert await asyncio.wait_for(asyncio.to_thread(shim), 10) == b"early"
+    await feeding
     streams.close()
+
+
+async def test_a_reader_that_takes_nothing_keeps_nobody_waiting(tmp_path: Path) -> None:
+    far, near = os.pipe()
+    streams = Streams(str(tmp_path / "s"), stdout=Written(near), stderr=lambda _: None)
+    data = os.urandom(1_000_000)
+
+    def shim() -> None:
+        open(streams.stdio.stderr, "wb").close()
+        with open(streams.stdio.stdout, "wb") as writer:
+            writer.write(data)
+
+    thread = in_thread(shim)
+    await streams.readers[1].ended
+    while streams.readers[0].blocked is None:
+        await asyncio.sleep(0.001)
+    assert not await streams.drain(quiet=0.02, at_most=0.1, patient=lambda: False)
+    draining = asyncio.ensure_future(streams.drain(quiet=0.02, at_most=0.1))
+    await asyncio.sleep(0.3)
+    assert not draining.done(), "what a slow reader has not taken yet is not given up"
+    got = bytearray()
+    while len(got) < len(data):
+        got += await asyncio.to_thread(os.read, far, 1 << 16)
+    assert got == data and await draining
+    thread.join()
+    streams.close()
+    os.close(far)
+    os.close(near)
+
+
+async def test_a_reader_that_has_gone_is_told_of_at_once(tmp_path: Path) -> None:
+    far, near = os.pipe()
+    streams = Streams(str(tmp_path / "s"), stdout=Written(near), stderr=lambda _: None)
+    writer = os.open(streams.stdio.stdout, os.O_WRONLY)
+    os.set_blocking(writer, False)
+
+    async def forever() -> None:
+        await asyncio.get_running_loop().create_future()
+
+    os.write(writer, bytes(65536))
+    while streams.readers[0].read < 65536 or (os.write(writer, b"x") and streams.readers[0].blocked is None):
+        await asyncio.sleep(0.001)
+    os.close(far)
+    assert await asyncio.wait_for(streams.unless_failed(forever()), 10) is None
+    with pytest.raises(BrokenPipeError):
+        streams.raise_error()
+    streams.close()
+    os.close(writer)
+    os.close(near)
 
 
 async def test_a_sink_that_fails_is_reported_and_the_process_goes_on(tmp_path: Path) -> None:

@@ -16,8 +16,9 @@ import pytest
 
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.node import Node
-from weenv_testkit.procs import mounts_under, processes_of
+from weenv_testkit.procs import Failed, mounts_under, processes_of, wait_until
 from weenv_testkit.registry import Registry
+from weenv_testkit.running import Bench, make_plan
 from weenv_testkit.store import Store
 
 LINES = ("1.7", "2.1")
@@ -124,6 +125,30 @@ def node(module_node: Node) -> Iterator[Node]:
     """The module's node; an unexpected warning, error or traceback in our daemons' logs fails the test."""
     yield module_node
     assert not module_node.complaints()
+
+
+@pytest.fixture(scope="module")
+def plan_file(store: Store, registry: Registry, workdir: str) -> str:
+    """A plan for ``weenv run``."""
+    return make_plan(store, registry, workdir)
+
+
+@pytest.fixture(scope="module")
+def module_bench(module_node: Node, plan_file: str) -> Iterator[Bench]:
+    """The commands that run environments, on the module's node; tests ask for ``bench``."""
+    bench = Bench(module_node, plan_file)
+    yield bench
+    bench.call("rm", "--all", "--force")
+
+
+@pytest.fixture
+def bench(module_bench: Bench, node: Node) -> Iterator[Bench]:
+    """Nothing may be left by any test."""
+    yield module_bench
+    try:
+        wait_until("nothing to be left", lambda: not module_bench.left(), 10, 0.1)
+    except Failed:
+        assert module_bench.left() == {}
 
 
 @pytest.fixture(scope="module")

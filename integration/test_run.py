@@ -9,8 +9,6 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -18,117 +16,11 @@ import weenv
 from weenv.environment.images import prepare
 from weenv.environment.lifecycle import NoSuchEnvironment, StartError
 from weenv.environment.node import Node as RunNode
-from weenv.environment.node import NodeConfig, load
 from weenv.environment.rootfs import FileError
-from weenv_testkit import tools
-from weenv_testkit.images import Member, write_tar
-from weenv_testkit.node import SNAPSHOTTER, Node
-from weenv_testkit.procs import Failed, processes_of, run, wait_until
+from weenv_testkit.procs import processes_of, wait_until
 from weenv_testkit.registry import Registry
+from weenv_testkit.running import Bench
 from weenv_testkit.store import Store
-
-NAMESPACE = "run"
-
-
-class Bench:
-    """A node, a plan on it, and the commands that users have."""
-
-    def __init__(self, node: Node, plan: str) -> None:
-        self.node = node
-        self.plan = plan
-        self.cgroup = node.containerd.cgroup
-        with open(node.config) as file:
-            text = file.read()
-        self.config = os.path.join(node.home, "run.toml")
-        with open(self.config, "w") as file:
-            file.write(text + f'[run]\naddress = "{node.containerd.socket}"\nnamespace = "{NAMESPACE}"\n')
-            file.write(f'cgroup = "{self.cgroup}"\nruntime = "{tools.runc()}"\n')
-
-    @property
-    def loaded(self) -> NodeConfig:
-        return load(self.config)
-
-    def argv(self, verb: str, *arguments: str) -> list[str]:
-        return [*tools.weenv(), verb, "--config", self.config, *arguments]
-
-    def call(self, verb: str, *arguments: str, stdin: bytes = b"", timeout: float = 120) -> subprocess.CompletedProcess[bytes]:
-        env = {key: value for key, value in os.environ.items() if not key.startswith("WEENV_")}
-        return subprocess.run(
-            self.argv(verb, *arguments), input=stdin, capture_output=True, timeout=timeout, env=env, check=False
-        )
-
-    def ok(self, verb: str, *arguments: str, **more: Any) -> str:
-        done = self.call(verb, *arguments, **more)
-        assert done.returncode == 0, (done.returncode, done.stdout, done.stderr)
-        return done.stdout.decode()
-
-    def start(self, **options: Any) -> weenv.Environment:
-        return weenv.Environment.start(self.plan, config=self.loaded, **options)
-
-    def left(self) -> dict[str, Any]:
-        """Everything that environments leave while they live."""
-        ctr = self.node.containerd.ctr
-        directory = os.path.join(self.node.root, "environments", NAMESPACE)
-        active = [key for key in self.node.containerd.snapshots(SNAPSHOTTER, NAMESPACE) if not key.startswith("sha256:")]
-        groups = [
-            os.path.join(parent, name)
-            for parent, names, _ in os.walk("/sys/fs/cgroup")
-            if os.path.basename(parent) == self.cgroup
-            for name in names
-        ]
-        found = {
-            "containers": ctr("containers", "ls", "-q", namespace=NAMESPACE).split(),
-            "tasks": ctr("tasks", "ls", "-q", namespace=NAMESPACE).split(),
-            "leases": ctr("leases", "ls", "-q", namespace=NAMESPACE).split(),
-            "snapshots": active,
-            "directories": os.listdir(directory) if os.path.isdir(directory) else [],
-            "cgroups": groups,
-        }
-        return {key: value for key, value in found.items() if value}
-
-
-@pytest.fixture(scope="module")
-def plan_file(store: Store, registry: Registry, workdir: str) -> str:
-    os.makedirs(store.directory, exist_ok=True)
-    base = store.lazy("small")
-    members = [
-        Member.directory("etc"),
-        Member("etc/passwd", b"root:x:0:0::/root:/bin/sh\nann:x:1000:1001::/home/ann:/bin/sh\n"),
-        Member("etc/group", b"root:x:0:\nstaff:x:50:ann\nann:x:1001:\n"),
-        Member.directory("testbed"), Member("testbed/code", b"code\n"),
-        Member.symlink("testbed/out", "/../../../../tmp/escape"), Member.symlink("testbed/up", "../../../../etc"),
-        Member.directory("tmp", 0o1777), Member.directory("work", 0o777),
-    ]  # fmt: skip
-    tar = write_tar(os.path.join(store.directory, "run-group.tar"), members)
-    store.layout.image([store.layout.layer(tar)], "run-group", WorkingDir="/testbed")
-    target = f"{registry.host}/run/group:1"
-    run(*tools.weenv(), "convert", f"oci:{store.layout.directory}:run-group", target, timeout=120, env=dict(os.environ))
-    path = os.path.join(workdir, "plan.yaml")
-    with open(path, "w") as file:
-        file.write(
-            "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\nmetadata: {name: trial}\n"
-            f"groups: [{json.dumps(base)}, {json.dumps(target)}]\n"
-            "config: {env: {TASK: '17'}, cmd: [sh, -c, 'echo default $TASK']}\nresources: {pids: 400}\n"
-        )
-    return path
-
-
-@pytest.fixture(scope="module")
-def module_bench(module_node: Node, plan_file: str) -> Iterator[Bench]:
-    bench = Bench(module_node, plan_file)
-    yield bench
-    bench.call("rm", "--all", "--force")
-
-
-@pytest.fixture
-def bench(module_bench: Bench, node: Node) -> Iterator[Bench]:
-    """Nothing may be left by any test."""
-    yield module_bench
-    try:
-        wait_until("nothing to be left", lambda: not module_bench.left(), 10, 0.1)
-    except Failed:
-        assert module_bench.left() == {}
-
 
 # -- the command line -------------------------------------------------------------------------------------------------
 
@@ -230,7 +122,6 @@ def test_a_detached_one_may_only_wait(bench: Bench, store: Store) -> None:
     assert name in bench.ok("rm")
 
 
-@pytest.mark.soak  # a signal is lost in about one run of three, see the issue: kept where it must be mended, not hidden
 def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
     script = "trap 'echo caught; exit 7' TERM; echo up; while :; do sleep 0.05; done"
     child = subprocess.Popen(bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", script), stdout=subprocess.PIPE)
@@ -249,7 +140,6 @@ def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
     child.stdout.close()
 
 
-@pytest.mark.soak  # an orphaned `runc init` was seen when the caller dies while the task is made
 @pytest.mark.parametrize("after", [0.15, 0.3, 0.45, 0.6, 2.0])
 def test_killed_caller_leaves_nothing_after_the_next_command(bench: Bench, after: float) -> None:
     child = subprocess.Popen(bench.argv("run", "--rm", bench.plan, "--", "sleep", "1000"), stdout=subprocess.DEVNULL)
@@ -340,7 +230,8 @@ def test_a_cancelled_exec_kills_the_tree(bench: Bench) -> None:
 
 def test_a_hundred_at_once(bench: Bench) -> None:
     async def go() -> None:
-        async with await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded) as env:
+        async with await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded, pids=4000) as env:
+            # Each needs a dozen for a moment: the runtime that adds it has threads.
             work = [env.exec(["sh", "-c", f"cat; exit {n}"], input=b"%d" % n * 1000) for n in range(100)]
             for n, result in enumerate(await asyncio.gather(*work)):
                 assert (result.exit_code, result.stdout) == (n, b"%d" % n * 1000)

@@ -14,7 +14,7 @@ from typing import Any
 
 from weenv.environment.build import compose
 from weenv.environment.compose import register, stack
-from weenv.environment.model import Mutation, Plan
+from weenv.environment.model import Mutation, Plan, PlanConfig
 from weenv.environment.mutate.mutator import Mutator
 from weenv.environment.plan import load_plan
 from weenv.layer.toc import Toc
@@ -67,7 +67,7 @@ async def _compose_latency(stage: Stage, root: str, socket: str) -> dict[str, An
         # Known to the node: some environment has used every group.
         await series("new", {plan.groups: Plan("known", plan.groups) for plan in (*npm, *pip)}.values())
         times["new"].clear()
-        await series("plain", [Plan(f"{plan.name}-bare", plan.groups) for plan in (*npm, *pip)])
+        await series("plain", [Plan(plan.name, plan.groups, (), PlanConfig({"TASK": plan.name})) for plan in (*npm, *pip)])
         await series("new", npm)
         for plan in pip:
             await compose(plan, resolver=resolver, root=root, mutator=mutator)

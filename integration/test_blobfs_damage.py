@@ -34,6 +34,7 @@ SMALL = make_layer([(f"f{number:03}", payload(3000 + 40 * number, number)) for n
 LARGE = make_layer([("big", payload(24 << 20, 7))], target=256 << 10)
 
 MS_REMOUNT = 32
+SECONDS = float(os.environ.get("WEENV_SOAK_SECONDS", "300"))
 
 STAT = "import os, sys; print('go', flush=True); os.stat(sys.argv[1])"
 READ = "import sys; print('go', flush=True); open(sys.argv[1], 'rb').read(1)"
@@ -422,3 +423,66 @@ def test_the_operator_sees_what_went_wrong_with_which_layer(blobfs: Blobfs) -> N
     assert bad["last_error"].startswith("20")
     assert 0 < bad["local_percent"] < 100
     assert (good["local_percent"], good["errors"], good["last_error"]) == (100.0, {}, "")
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(SECONDS * 2 + 300)
+def test_killed_and_damaged_at_any_moment(blobfs: Blobfs) -> None:
+    """SIGKILL at random, and while nobody serves: holes, cut data, turned bits in map and tail; readers notice nothing."""
+    dice = random.Random()
+    layers = [make_layer([("big", payload(12 << 20, number))], target=128 << 10) for number in range(3)]
+    paths = [blobfs.add(layer) for layer in layers]
+    for path in paths:
+        os.stat(path)
+    wrong: list[object] = []
+    reads = [0]
+    done = threading.Event()
+
+    def reader() -> None:
+        own = random.Random()
+        while not done.is_set():
+            number = own.randrange(3)
+            stream = layers[number].stream
+            try:
+                with open(paths[number], "rb", buffering=0) as file:
+                    for _ in range(own.randrange(1, 20)):
+                        at, size = own.randrange(len(stream)), own.choice((1, 4096, 100_000, 1 << 20))
+                        if os.pread(file.fileno(), size, at) != stream[at : at + size]:
+                            wrong.append((number, at, size))
+                        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                        reads[0] += 1
+            except OSError as error:
+                wrong.append(error)
+
+    threads = [threading.Thread(target=reader) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    end, kills = time.monotonic() + SECONDS, 0
+    try:
+        while time.monotonic() < end and not wrong:
+            time.sleep(dice.uniform(0.0, 1.5))
+            blobfs.end(dice.choice((signal.SIGKILL, signal.SIGKILL, signal.SIGTERM)))
+            kills += 1
+            directory = Path(blobfs.directory(dice.choice(layers)))
+            match dice.randrange(6):
+                case 0:
+                    damage(directory / "toc", dice.randrange(1000))
+                case 1 if (directory / "present").exists():
+                    damage(directory / "present", dice.randrange(64))
+                case 2 if (directory / "data").exists():
+                    os.truncate(directory / "data", dice.randrange(12 << 20))
+                case 3 if (directory / "data").exists():
+                    at = dice.randrange(11 << 20) >> 12 << 12
+                    subprocess.run(["fallocate", "-p", "-o", str(at), "-l", "300000", str(directory / "data")], check=True)
+                case 4:
+                    drop_caches()
+            blobfs.start()
+        before = reads[0]
+        eventually("readers to go on", lambda: reads[0] > before + 100, 60)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(60)
+    assert not wrong
+    assert kills > SECONDS / 10
+    assert "Traceback" not in blobfs.log()

@@ -408,6 +408,13 @@ async def test_closing_in_the_middle_leaves_nothing_running(tmp_path: Path) -> N
         b.fetcher.request(b.layer, range(20), waiter)
         await asyncio.sleep(0.05)
         assert source.running
+        # Who asks while the process ends is not told anything either: an error now would be one for a reader.
+        await b.fetcher.close()
+        late = FutureWaiter()
+        b.fetcher.request(b.layer, range(20), late)
+        await asyncio.sleep(0.05)
+        assert not late.future.done()
     assert not source.running
     assert not waiter.future.done()
     waiter.future.cancel()
+    late.future.cancel()

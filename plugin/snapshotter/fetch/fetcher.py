@@ -125,7 +125,7 @@ class Fetcher:
         refused = flush = False
         with self._lock:
             if self._closed:
-                refused = True
+                return  # not an answer either: the kernel asks the next server
             for frame in frames:
                 if refused or states[frame]:
                     waiter.pieces[frame] = None

@@ -30,7 +30,7 @@ def prepare_latency(node: Node, callers: int = 50, rounds: int = 20) -> dict[str
     ):
         done = subprocess.run(
             [sys.executable, os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "prepare-client",
-             address, snapshotter, str(callers), str(rounds), str(server)],
+             address, snapshotter, str(callers), str(rounds), str(server), *(["keep"] if address == containerd else [])],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:

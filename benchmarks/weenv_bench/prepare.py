@@ -211,11 +211,17 @@ def _encoded(name: str, /, **values: Any) -> bytes:
 
 
 class Prepares:
-    """Bursts of Prepare on one parent, each checked with Stat and then removed."""
+    """Bursts of Prepare on one parent, each checked with Stat and then removed.
 
-    def __init__(self, address: str, snapshotter: str, parent: str, connections: int, pid: int = 0) -> None:
+    ``keep`` labels the snapshots as roots of containerd's garbage collector, which else takes them before they are checked.
+    """
+
+    def __init__(
+        self, address: str, snapshotter: str, parent: str, connections: int, pid: int = 0, keep: bool = False
+    ) -> None:
         self._client = Client(address, connections)
         self._common = {"snapshotter": snapshotter}
+        self._labels = {"containerd.io/gc.root": "bench"} if keep else {}
         self._parent = parent
         self._pid = pid
         self._round = 0
@@ -230,7 +236,8 @@ class Prepares:
         """Milliseconds of each of ``at_once`` calls. Raises BenchError where an answer is not right."""
         self._round += 1
         keys = [f"bench-{os.getpid()}-{id(self)}-{self._round}-{caller}" for caller in range(at_once)]
-        messages = [_encoded("PrepareSnapshotRequest", key=key, parent=self._parent, **self._common) for key in keys]
+        more = {"parent": self._parent, "labels": self._labels, **self._common}
+        messages = [_encoded("PrepareSnapshotRequest", key=key, **more) for key in keys]
         before = cpu_seconds(self._pid) if self._pid else 0.0
         done = self._client.burst("Prepare", messages)
         if self._pid:
@@ -252,7 +259,9 @@ class Prepares:
         return done.times
 
 
-def measure(address: str, snapshotter: str, parent: str, callers: int, rounds: int, pid: int = 0) -> dict[str, float]:
+def measure(
+    address: str, snapshotter: str, parent: str, callers: int, rounds: int, pid: int = 0, keep: bool = False
+) -> dict[str, float]:
     """Percentiles in ms: one caller ``alone``, ``callers`` streams of one connection (``together``) and as many connections."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     gc.disable()
@@ -260,7 +269,7 @@ def measure(address: str, snapshotter: str, parent: str, callers: int, rounds: i
     for name, at_once, connections, repeats in (
         ("alone", 1, 1, rounds * 4), ("together", callers, 1, rounds), ("connections", callers, callers, rounds),
     ):  # fmt: skip
-        prepares = Prepares(address, snapshotter, parent, connections, pid)
+        prepares = Prepares(address, snapshotter, parent, connections, pid, keep)
         times: list[float] = []
         for number in range(repeats + 1):
             took = prepares.burst(at_once)
@@ -319,11 +328,12 @@ def tops(address: str, snapshotter: str) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """The client process: ADDRESS SNAPSHOTTER CALLERS ROUNDS SERVER-PID, figures as JSON on stdout."""
-    address, snapshotter, callers, rounds, pid = arguments
+    """The client process: ADDRESS SNAPSHOTTER CALLERS ROUNDS SERVER-PID [keep], figures as JSON on stdout."""
+    address, snapshotter, callers, rounds, pid = arguments[:5]
+    keep = "keep" in arguments[5:]
     names = tops(address, snapshotter)
     if not names:
         print(f"no committed snapshot in {snapshotter}", file=sys.stderr)
         return 1
-    print(json.dumps(measure(address, snapshotter, names[0], int(callers), int(rounds), int(pid))))
+    print(json.dumps(measure(address, snapshotter, names[0], int(callers), int(rounds), int(pid), keep)))
     return 0

@@ -88,21 +88,6 @@ def test_it_is_converted_once_and_everything_says_so(
     bench.ok("rm", "-f", started)
 
 
-def test_the_image_is_the_same_on_every_node_whatever_it_does(bench: Bench, publish: Publisher, repository: str) -> None:
-    tool = publish.plain("same", publish.layer("same", harness("same")))
-    plan = bench.plan("same", publish.base, repository, tool)
-    converted = json.loads(bench.ok("plan", "compose", "--json", plan)[0])
-    bench.node.expect("image is not served lazily")
-    unpacking = bench.configured("same", 'not_lazy = "unpack"', "nl-same")
-    unpacked = json.loads(bench.ok("plan", "compose", "--json", plan, config=unpacking)[0])
-    assert (converted["name"], converted["digest"]) == (unpacked["name"], unpacked["digest"])
-    shown = json.loads(bench.ok("plan", "show", "--json", plan)[0])
-    assert shown["digest"] == converted["digest"]
-    manifest = bench.node.containerd.ctr("content", "get", converted["digest"], namespace="nl")
-    digests = [layer["digest"] for layer in json.loads(manifest)["layers"]]
-    assert digests == [layer["digest"] for layer in shown["layers"]], "the layers as the groups name them"
-
-
 def test_every_namespace_ctr_and_removal(bench: Bench, publish: Publisher, repository: str) -> None:
     tool = publish.plain("spaces", publish.layer("spaces", harness("spaces")))
     plan = bench.plan("spaces", publish.base, repository, tool)
@@ -168,13 +153,3 @@ def test_what_cannot_be_converted_is_unpacked_and_the_rest_stays_lazy(
     assert "POSIX ACL" in shown["layers"][2]["reason"]
     mutated = bench.plan("acl3", publish.base, middle, more="mutations: [{files: {/x: y}}]\n")
     assert "has to be converted for the plan's mutations" in bench.fails("run", "--rm", mutated, "--", "true")
-
-
-def test_a_mutation_over_what_was_converted(bench: Bench, publish: Publisher, repository: str) -> None:
-    tool = publish.plain("mutated", publish.layer("mutated", harness("mutated")))
-    patch = "--- a/changed\n+++ b/changed\n@@ -1 +1 @@\n-new\n+newest\n"
-    more = f"mutations: [{{patch: {json.dumps(patch)}, directory: /testbed}}, {{delete: [/opt/agent/go]}}]\n"
-    plan = bench.plan("mutated", publish.base, repository, tool, more=more)
-    out, err = bench.ok("run", "--rm", plan, "--", "sh", "-c", "cat /testbed/changed; ls /opt/agent /testbed/full")
-    assert out.split() == ["newest", "/opt/agent:", "/testbed/full:", "above"]
-    assert "1 layer converted on this node" in err

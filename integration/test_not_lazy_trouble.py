@@ -1,4 +1,4 @@
-"""What may go wrong with groups that are not in the lazy format: kill -9, registries that lie, bombs, nodes that refuse.
+"""Groups that are not in the lazy format: kill -9, registries that lie, bombs, nodes that refuse, mutations above them.
 
 None of it depends on containerd's line, so one will do.
 """
@@ -15,6 +15,8 @@ from collections.abc import Iterator
 
 import pytest
 
+import weenv
+from weenv.environment.node import load
 from weenv_testkit.corpus import noise
 from weenv_testkit.images import Member
 from weenv_testkit.node import Node
@@ -177,3 +179,31 @@ def test_a_bomb(bench: Bench, publish: Publisher, repository: str, mode: str) ->
     assert "is beyond a limit of this node" in bench.fails("plan", "compose", plan, config=config)
     bench.nothing_left(f"nl-bomb-{mode}")
     assert bench.blobs() == before
+
+
+def test_the_image_is_the_same_on_every_node_whatever_it_does(bench: Bench, publish: Publisher, repository: str) -> None:
+    tool = publish.plain("same", publish.layer("same", harness("same")))
+    plan = bench.plan("same", publish.base, repository, tool)
+    converted = json.loads(bench.ok("plan", "compose", "--json", plan)[0])
+    bench.node.expect("image is not served lazily")
+    unpacking = bench.configured("same", 'not_lazy = "unpack"', "nl-same")
+    unpacked = json.loads(bench.ok("plan", "compose", "--json", plan, config=unpacking)[0])
+    assert (converted["name"], converted["digest"]) == (unpacked["name"], unpacked["digest"])
+    shown = json.loads(bench.ok("plan", "show", "--json", plan)[0])
+    assert shown["digest"] == converted["digest"]
+    manifest = bench.node.containerd.ctr("content", "get", converted["digest"], namespace="nl")
+    digests = [layer["digest"] for layer in json.loads(manifest)["layers"]]
+    assert digests == [layer["digest"] for layer in shown["layers"]], "the layers as the groups name them"
+
+
+def test_a_mutation_over_what_was_converted(bench: Bench, publish: Publisher, repository: str) -> None:
+    tool = publish.plain("mutated", publish.layer("mutated", harness("mutated")))
+    patch = "--- a/changed\n+++ b/changed\n@@ -1 +1 @@\n-new\n+newest\n"
+    more = f"mutations: [{{patch: {json.dumps(patch)}, directory: /testbed}}, {{delete: [/opt/agent/go]}}]\n"
+    plan = bench.plan("mutated", publish.base, repository, tool, more=more)
+    out, err = bench.ok("run", "--rm", plan, "--", "sh", "-c", "cat /testbed/changed; ls /opt/agent /testbed/full")
+    assert out.split() == ["newest", "/opt/agent:", "/testbed/full:", "above"]
+    assert "1 layer converted on this node" in err
+    with weenv.Environment.start(plan, config=load(bench.config)) as env:
+        assert [(group.group, group.converted) for group in env.not_lazy] == [(publish.base, 1), (tool, 1)]
+        assert env.read_file("/testbed/changed") == b"newest\n"

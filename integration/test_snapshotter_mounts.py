@@ -16,13 +16,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
 import pytest
-from conformance.snapshots import MOUNT_CHECKS, Direct, Service, mounted
+from conformance.snapshots import MOUNT_CHECKS, Service, direct, mounted, over_socket
 
 from weenv.core import digest as digests
 from weenv.core.errors import MountError
 from weenv.layer.encode import encode_layer
 from weenv.layer.toc import Frames
-from weenv.plugin.containerd.client import Client
 from weenv.plugin.containerd.types import Kind
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import Builder
@@ -34,8 +33,7 @@ from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Variant, variant_of
 from weenv.plugin.snapshotter.planes.erofs import ErofsPlane
-from weenv.plugin.snapshotter.rpc import listen, make_server
-from weenv.plugin.snapshotter.service import NoLazyLayers, Snapshotter
+from weenv.plugin.snapshotter.service import NoLazyLayers
 from weenv_testkit.images import Member, write_tar, xattr
 from weenv_testkit.procs import unmount_under
 
@@ -48,30 +46,6 @@ def root() -> Iterator[str]:
     yield path
     assert unmount_under(path) == []
     shutil.rmtree(path)
-
-
-@contextlib.asynccontextmanager
-async def direct(root: str) -> AsyncIterator[Direct]:
-    store = Metastore(f"{root}/metastore.db")
-    core = Snapshotter(root, store)
-    try:
-        yield Direct(core)
-    finally:
-        core.close()
-        store.close()
-
-
-@contextlib.asynccontextmanager
-async def over_socket(root: str) -> AsyncIterator[Service]:
-    async with direct(root) as service:
-        server = make_server(service.core, Metrics())
-        listen(server, f"{root}/s.sock")
-        await server.start()
-        try:
-            async with Client(f"{root}/s.sock") as client:
-                yield client.namespace("test").snapshots("weenv")
-        finally:
-            await server.stop(None)
 
 
 @pytest.mark.parametrize("factory", [direct, over_socket])

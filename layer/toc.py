@@ -9,6 +9,7 @@ Names, symlink targets, xattr names and values are bytes; they live in one ``poo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -218,19 +219,18 @@ class Toc:
         first = np.searchsorted(self.entries.parent[1:], np.arange(n + 1, dtype=np.uint32), side="left") + 1
         return np.asarray(first, dtype=np.uint32)
 
+    def child(self, directory: int, name: bytes) -> int | None:
+        """The entry of a name in the directory ``directory``, or None."""
+        low, high = int(self.first_child[directory]), int(self.first_child[directory + 1])
+        found = bisect_left(range(high), name, low, high, key=self.name)
+        return found if found < high and self.name(found) == name else None
+
     def lookup(self, path: bytes) -> int | None:
         """The entry at ``path`` (no leading slash, ``b""`` is the root), or None. Does not follow symlinks."""
         entry = 0
         for part in path.split(b"/") if path else ():
-            low, high = int(self.first_child[entry]), int(self.first_child[entry + 1])
-            end = high
-            while low < high:
-                middle = (low + high) // 2
-                if self.name(middle) < part:
-                    low = middle + 1
-                else:
-                    high = middle
-            if low >= end or self.name(low) != part:
+            found = self.child(entry, part)
+            if found is None:
                 return None
-            entry = low
+            entry = found
         return entry

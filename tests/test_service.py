@@ -13,43 +13,16 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 import grpc
 import grpc.aio
 import pytest
-from conformance.snapshots import CHECKS, Direct, Service, committed, refused, upper_of
+from conformance.snapshots import CHECKS, Direct, Service, committed, direct, over_socket, refused, upper_of
 
 from weenv.core import errors
-from weenv.plugin.containerd.client import Client, ContainerdError
+from weenv.plugin.containerd.client import ContainerdError
 from weenv.plugin.containerd.schema import SCHEMA, SNAPSHOTS_METHODS
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF, Kind, Usage
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.rpc import listen, make_server, status_of
-from weenv.plugin.snapshotter.service import TRANSITIONS, LazyLayers, Snapshotter
-
-
-@contextlib.asynccontextmanager
-async def direct(root: str, layers: LazyLayers | None = None, spares: int = 0) -> AsyncIterator[Direct]:
-    store = Metastore(f"{root}/metastore.db")
-    core = Snapshotter(root, store, layers, spares=spares)
-    try:
-        yield Direct(core)
-    finally:
-        core.close()
-        store.close()
-
-
-@contextlib.asynccontextmanager
-async def over_socket(
-    root: str, layers: LazyLayers | None = None, transport: str = "builtin", spares: int = 0
-) -> AsyncIterator[Service]:
-    async with direct(root, layers, spares) as service:
-        service.core.recover()
-        server = make_server(service.core, Metrics(), transport)
-        listen(server, f"{root}/s.sock")
-        await server.start()
-        try:
-            async with Client(f"{root}/s.sock") as client:
-                yield client.namespace("test").snapshots("weenv")
-        finally:
-            await server.stop(None)
+from weenv.plugin.snapshotter.service import TRANSITIONS, Snapshotter
 
 
 def over_grpcio(root: str) -> contextlib.AbstractAsyncContextManager[Service]:

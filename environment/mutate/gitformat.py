@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import struct
+from bisect import bisect_left
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -62,28 +63,15 @@ class PackIndex:
         first = prefix[0]
         low, high = int(self._fan[first - 1]) if first else 0, int(self._fan[first])
         wanted = prefix.hex()[:digits]
-        end = high
-        while low < high:
-            middle = (low + high) // 2
-            if self._name(middle).hex()[:digits] < wanted:
-                low = middle + 1
-            else:
-                high = middle
-        return [self._name(row) for row in range(low, min(low + 2, end)) if self._name(row).hex().startswith(wanted)]
+        row = bisect_left(range(high), wanted, low, high, key=lambda row: self._name(row).hex()[:digits])
+        return [self._name(row) for row in range(row, min(row + 2, high)) if self._name(row).hex().startswith(wanted)]
 
     def offset(self, name: bytes) -> int | None:
         """Where an object is in the pack."""
         first = name[0]
         low, high = int(self._fan[first - 1]) if first else 0, int(self._fan[first])
-        while low < high:
-            middle = (low + high) // 2
-            if self._name(middle) < name:
-                low = middle + 1
-            else:
-                high = middle
-        if low < self.count and self._name(low) == name:
-            return int(self._offsets[low])
-        return None
+        row = bisect_left(range(high), name, low, high, key=self._name)
+        return int(self._offsets[row]) if row < self.count and self._name(row) == name else None
 
     def end(self, offset: int, pack_size: int) -> int:
         """Where the entry at ``offset`` ends at the latest."""

@@ -87,7 +87,7 @@ class TreeView:
         merged: list[tuple[int, int]] = []
         for layer, parent in directory.parts:
             toc = self.tocs[layer]
-            entry = find_child(toc, parent, name)
+            entry = toc.child(parent, name)
             if entry is None:
                 continue
             if int(toc.entries.kind[entry]) != DIRECTORY:
@@ -169,19 +169,6 @@ class TreeView:
             times = toc.entries.mtime[toc.entries.mtime < LATEST]
             latest = max(latest, int(times.max()) if len(times) else 0)
         return latest
-
-
-def find_child(toc: Toc, directory: int, name: bytes) -> int | None:
-    """The entry of a name in a directory of one TOC, or None."""
-    low, end = int(toc.first_child[directory]), int(toc.first_child[directory + 1])
-    high = end
-    while low < high:
-        middle = (low + high) // 2
-        if toc.name(middle) < name:
-            low = middle + 1
-        else:
-            high = middle
-    return low if low < end and toc.name(low) == name else None
 
 
 def components(path: bytes) -> list[bytes]:

@@ -12,31 +12,26 @@ import asyncio
 import os
 import stat
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Protocol
 
 import pytest
+from simulator.containerd import Backend
 
-from weenv.plugin.containerd.client import ContainerdError
+from weenv.plugin.containerd.client import Client, ContainerdError
 from weenv.plugin.containerd.types import Kind, Mount, SnapshotInfo, Usage
 from weenv.plugin.snapshotter import mounts
-from weenv.plugin.snapshotter.rpc import status_of
-from weenv.plugin.snapshotter.service import Snapshotter
+from weenv.plugin.snapshotter.metastore import Metastore
+from weenv.plugin.snapshotter.metrics import Metrics
+from weenv.plugin.snapshotter.rpc import listen, make_server, status_of
+from weenv.plugin.snapshotter.service import LazyLayers, Snapshotter
 
 
-class Service(Protocol):
+class Service(Backend, Protocol):
     """The requests, with the client's signatures."""
 
-    async def prepare(self, key: str, parent: str = "", labels: Mapping[str, str] | None = None) -> list[Mount]: ...
-    async def view(self, key: str, parent: str = "", labels: Mapping[str, str] | None = None) -> list[Mount]: ...
-    async def mounts(self, key: str) -> list[Mount]: ...
-    async def commit(self, name: str, key: str, labels: Mapping[str, str] | None = None) -> None: ...
-    async def remove(self, key: str) -> None: ...
-    async def stat(self, key: str) -> SnapshotInfo: ...
     async def update(self, info: SnapshotInfo, *fields: str) -> SnapshotInfo: ...
-    async def list(self, *filters: str) -> list[SnapshotInfo]: ...
     async def usage(self, key: str) -> Usage: ...
-    async def cleanup(self) -> None: ...
 
 
 class Direct:
@@ -85,6 +80,36 @@ class Direct:
 
     async def cleanup(self) -> None:
         await self._do(self.core.cleanup())
+
+
+@asynccontextmanager
+async def direct(root: str, layers: LazyLayers | None = None, spares: int = 0) -> AsyncIterator[Direct]:
+    """A snapshotter of ours in this process."""
+    store = Metastore(f"{root}/metastore.db")
+    core = Snapshotter(root, store, layers, spares=spares)
+    try:
+        yield Direct(core)
+    finally:
+        core.close()
+        store.close()
+
+
+@asynccontextmanager
+async def over_socket(
+    root: str, layers: LazyLayers | None = None, transport: str = "builtin", spares: int = 0
+) -> AsyncIterator[Service]:
+    """The same, by containerd's client over a socket."""
+    async with direct(root, layers, spares) as service:
+        service.core.recover()
+        server = make_server(service.core, Metrics(), transport)
+        listen(server, f"{root}/s.sock")
+        await server.start()
+        try:
+            async with Client(f"{root}/s.sock") as client:
+                yield client.namespace("test").snapshots("weenv")
+        finally:
+            await server.stop(None)
+
 
 
 @contextmanager

@@ -111,7 +111,6 @@ async def over_socket(
             await server.stop(None)
 
 
-
 @contextmanager
 def refused(code: str) -> Iterator[None]:
     """The block has to fail with this status."""

@@ -58,8 +58,10 @@ def convert(
     """
     from weenv.converter.image import convert_image
     from weenv.converter.options import ConvertOptions
+    from weenv.core.allocator import keep_freed_memory
     from weenv.registry.config import RegistryConfig
 
+    keep_freed_memory()
     with _bars(quiet=as_json) as progress:
         options = ConvertOptions(
             target=target,

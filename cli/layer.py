@@ -68,6 +68,9 @@ def convert(source: str, out: str, as_json: bool) -> None:
     """
     from weenv.cli.progress import bar
     from weenv.converter.pipeline import convert_layer_file
+    from weenv.core.allocator import keep_freed_memory
+
+    keep_freed_memory()
 
     with bar(f"converting {source}", quiet=as_json) as show:
         made = convert_layer_file(source, out, progress=show)

@@ -5,6 +5,7 @@ A real kernel mounts and reads; what is damaged is damaged on the disk, behind t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -423,6 +424,50 @@ def test_the_operator_sees_what_went_wrong_with_which_layer(blobfs: Blobfs) -> N
     assert bad["last_error"].startswith("20")
     assert 0 < bad["local_percent"] < 100
     assert (good["local_percent"], good["errors"], good["last_error"]) == (100.0, {}, "")
+
+
+def test_readers_see_no_error_while_servers_end_and_begin(blobfs: Blobfs) -> None:
+    """SIGTERM under readers who miss all the time: what an ending server has read and not answered, the next one answers."""
+    path = blobfs.add(LARGE)
+    directory = blobfs.directory(LARGE)
+    os.stat(path)
+    wrong: list[object] = []
+    reads = [0]
+    done = threading.Event()
+
+    def reader(seed: int) -> None:
+        dice = random.Random(seed)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                while not done.is_set():
+                    at = dice.randrange(len(LARGE.stream))
+                    if os.pread(file.fileno(), 4096, at) != LARGE.stream[at : at + 4096]:
+                        wrong.append(at)
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+                    reads[0] += 1
+        except OSError as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=reader, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(4):
+            before = reads[0]
+            eventually("readers to go on", lambda seen=before: reads[0] > seen + 5, 60)  # type: ignore[misc]
+            assert blobfs.end(signal.SIGTERM) == 0
+            for name in ("data", "present"):  # nothing is there: every read is a miss
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(f"{directory}/{name}")
+            blobfs.start()
+        before = reads[0]
+        eventually("readers to go on", lambda: reads[0] > before + 20, 60)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
 
 
 @pytest.mark.soak

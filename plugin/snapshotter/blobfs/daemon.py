@@ -261,13 +261,17 @@ class Daemon:
             await self.ended.wait()
 
     async def close(self) -> None:
-        """Stop fetching, make what is there durable, let go of the descriptor; mount and holder stay."""
+        """Stop fetching, make what is there durable; mount and holder stay. The process must end now.
+
+        The holder must not take this server for dead before that: its threads read requests until the end, and one that
+        they take after the next server has asked for a resend would never be answered.
+        """
         await self.fetcher.close()
         for layer in self.table.open_layers():
             await asyncio.to_thread(self._sync, layer)
             for source in layer.sources:
                 await source.close()
-        self.holder.close()
+        self.holder.hold()
 
     def _set_read_ahead(self) -> None:
         if not self.config.read_ahead_kb:

@@ -214,6 +214,10 @@ class HolderClient:
         except OSError:
             return False
 
+    def hold(self) -> None:
+        """Leave the connection open until the process has ended, whatever becomes of this object."""
+        self.connection.detach()
+
     def close(self) -> None:
         """Let go; the holder then takes the server for dead."""
         self.connection.close()

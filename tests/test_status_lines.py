@@ -1,0 +1,66 @@
+"""What weenv status and weenv doctor say of a running blobfs: its answer comes over a real socket."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from weenv.cli import doctor
+from weenv.cli.status import blobfs_problems, blobfs_status
+from weenv.plugin.snapshotter import mounts
+
+GOOD = {"digest": "sha256:" + "1" * 64, "local_percent": 12.5, "errors": {}, "last_error": ""}
+WORSE = {
+    "digest": "sha256:" + "2" * 64, "local_percent": 50.0, "errors": {"eio": 2, "digest": 1},
+    "last_error": "2026-01-01T00:00:00Z frame 3: bad",
+}  # fmt: skip
+
+
+def serve(path: Path, answer: dict[str, Any]) -> threading.Thread:
+    """Answer one client as blobfs does."""
+    server = socket.socket(socket.AF_UNIX)
+    server.bind(str(path))
+    server.listen(1)
+
+    def run() -> None:
+        with server:
+            client, _ = server.accept()
+            with client:
+                client.sendall(json.dumps(answer).encode())
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_layers_with_errors_have_a_line() -> None:
+    assert blobfs_problems(None) == []
+    assert blobfs_problems({"layers": [GOOD]}) == []
+    (line,) = blobfs_problems({"layers": [GOOD, WORSE]})
+    assert "(50% local): digest 1, eio 2; last: 2026-01-01T00:00:00Z frame 3: bad" in line
+
+
+@pytest.mark.parametrize(
+    ("answer", "state", "seen"),
+    [
+        ({"layers": [GOOD], "bad_layers": []}, "ok", "mounted at"),
+        ({"layers": [WORSE], "bad_layers": []}, "warn", "last: 2026"),
+        ({"layers": [], "bad_layers": [{"digest": "sha256:3", "reason": "it lies"}]}, "fail", "sha256:3: it lies"),
+    ],
+)
+def test_doctor_tells_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: dict[str, Any], state: str, seen: str
+) -> None:
+    blobs = str(tmp_path / "blobs")
+    monkeypatch.setattr(mounts, "mounts_below", lambda _path: {blobs: None})
+    thread = serve(tmp_path / "s", answer)
+    found = doctor._blobs(blobs, str(tmp_path / "s"))
+    thread.join(10)
+    assert found.state == state
+    assert seen in found.seen
+    assert blobfs_status(str(tmp_path / "s")) is None  # nobody answers any more

@@ -181,6 +181,29 @@ async def test_a_complete_layer_replaces_the_lazy_one_under_running_containers(r
             assert read(f"{running}/n/30") == "30" * 5000, "a running container keeps what was removed"
 
 
+def read_aheads() -> dict[str, int]:
+    bdi = "/sys/class/bdi"
+    return {name: int(read(f"{bdi}/{name}/read_ahead_kb")) for name in os.listdir(bdi) if name.startswith("erofs-")}
+
+
+async def test_a_complete_layer_is_read_ahead_as_its_disk_is_and_a_lazy_one_is_not(root: str) -> None:
+    disk = os.stat(root).st_dev
+    try:
+        wanted = min(int(read(f"/sys/class/bdi/{os.major(disk)}:{os.minor(disk)}/read_ahead_kb")), 4096)
+    except OSError:
+        wanted = 128
+    async with stack(root) as s:
+        others = set(read_aheads())
+        digest = s.add(Member("f", b"x"))
+        number = await s.layers.attach(digest, Variant())
+        assert [kb for name, kb in read_aheads().items() if name not in others] == [128]
+        s.complete(digest)
+        await s.layers.tend_once()
+        assert s.store.layers()[0].mode == COMPLETE
+        assert [kb for name, kb in read_aheads().items() if name not in others] == [max(wanted, 128)]
+        s.plane.detach(s.layers.path(number))
+
+
 async def test_nobody_sees_an_empty_directory_while_mounts_change(root: str) -> None:
     async with stack(root) as s:
         digest = s.add(Member("f", b"x"))

@@ -45,6 +45,15 @@ def test_the_gate_is_open_while_others_leave_the_machine_alone(now: Usage, expec
     assert gate.open(usage(0, total=0, idle=0), now) is expected
 
 
+def test_a_bound_of_one_is_none() -> None:
+    swamped = usage(1, total=2, idle=0)
+    swamped = Usage(swamped.when, swamped.total, swamped.idle, swamped.own, stalled=1.0)
+    before = usage(0, total=0, idle=0)
+    assert Gate(FillConfig(cpu_busy=1, cpu_pressure=1)).open(before, swamped)
+    assert not Gate(FillConfig(cpu_busy=1)).open(before, swamped)
+    assert not Gate(FillConfig(cpu_pressure=1)).open(before, swamped)
+
+
 def test_samples_grow() -> None:
     before = sample()
     end = time.monotonic() + 0.05

@@ -20,9 +20,9 @@ class FillConfig:
     rate: int = 0
     """Bytes per second of compressed data at most; 0: no limit but the pauses."""
     cpu_busy: float = 0.4
-    """Nothing is filled while the other processes of the node use more than this share of its CPUs."""
+    """Nothing is filled while the other processes of the node use more than this share of its CPUs; 1: no bound."""
     cpu_pressure: float = 0.05
-    """... or while tasks waited for a CPU for more than this share of the time (``/proc/pressure/cpu``, "some")."""
+    """... or while tasks waited for a CPU for more of the time than this (``/proc/pressure/cpu``, "some"); 1: no bound."""
     cpu_share: float = 0.5
     """Filling itself takes at most this share of one CPU."""
 

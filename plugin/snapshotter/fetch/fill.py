@@ -72,7 +72,9 @@ class Gate:
         busy = max(0.0, total - (now.idle - before.idle) - own)
         # This process can cause pressure itself, so its own share of the time is taken off.
         pressure = max(0.0, (now.stalled - before.stalled) / elapsed - own / elapsed)
-        return busy / total < self.config.cpu_busy and pressure < self.config.cpu_pressure
+        # 1 turns a bound off: a machine can be busy with others to the last percent.
+        idle = self.config.cpu_busy >= 1 or busy / total < self.config.cpu_busy
+        return idle and (self.config.cpu_pressure >= 1 or pressure < self.config.cpu_pressure)
 
 
 class Bucket:

@@ -23,7 +23,7 @@ measured in the same run on the same machine.
 - **Link**: a small process joins two TUN devices, one in the registry's network namespace, and delays and paces what
   passes. Its self-check in this run: {mbit:.0f} Mbit/s, {rtt:.2f} ms round trip, {cpu:.0%} of one CPU at full speed.
   Bytes fetched are its counters.
-- **Registry**: Debian's docker-registry at the far end, data on tmpfs.
+- **Registry**: Debian's docker-registry at the far end, data on tmpfs, redirecting to nginx for blobs.
 - **Peers**: overlayfs of containerd 2.1 (`ctr images pull`, transfer service), `zstd -3 -T0`, `mkfs.erofs --tar=i`.
 - **Series**: pull, `echo` in a new container, then by `ctr tasks exec` the commands below; caches dropped before, the
   node new for every run, median of the rounds. Contenders take turns.

@@ -14,6 +14,8 @@ import stat
 QUIET, AT_MOST = 0.25, 30.0
 """Seconds, after a process has ended: how long nothing may come before it is asked whether something holds its streams
 open, and how long their end is waited for. Time in which our own reader takes nothing does not count."""
+HURRY = 3.0
+"""Seconds that are left to a reader who takes nothing, when this process has been told to end."""
 LAST = 4 << 20
 """Bytes that may be on their way when a process ends (two pipes of /proc/sys/fs/pipe-max-size for each stream); what
 comes after those was written by others."""

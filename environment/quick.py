@@ -18,7 +18,7 @@ from typing import Any
 
 from weenv.core.settings import DEFAULT_CONFIG
 from weenv.environment import accounts, owner, recall
-from weenv.environment.outlet import AT_MOST, LAST, Outlet
+from weenv.environment.outlet import AT_MOST, HURRY, LAST, Outlet
 from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
 from weenv.environment.record import LABEL_RM, completed, labels_of, new_id, spec_of, user_text
 from weenv.environment.requested import options_of
@@ -296,6 +296,8 @@ class _One:
             if before < 0 <= self.exit_status:  # all others in there have, too (pid_namespaces(7)): its streams end
                 deadline = now + AT_MOST
             blocked = [outlet.fd for outlet in outlets.values() if outlet.pending]
+            if blocked and self.exit_status >= 0 and self.signals.caught:
+                deadline = min(deadline, now + HURRY)
             timeout = None
             if self.exit_status >= 0:
                 if not blocked and (len(done) == len(outlets) or left > LAST or now >= deadline):

@@ -18,7 +18,7 @@ import os
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from weenv.environment.outlet import AT_MOST, LAST, QUIET, Outlet
+from weenv.environment.outlet import AT_MOST, HURRY, LAST, QUIET, Outlet
 from weenv.plugin.containerd.runtime import Stdio
 
 T = TypeVar("T")
@@ -255,7 +255,7 @@ class Streams:
 
         The shim may be slow to pass on the last of it, so silence alone says nothing. A child of the process may hold the
         streams open for as long as it lives: where ``held()`` says so when nothing came for ``quiet`` seconds, and after
-        ``at_most`` seconds or LAST bytes, the rest is not waited for. A sink that takes nothing is, while ``patient()``.
+        ``at_most`` seconds or LAST bytes, the rest is not waited for. A sink that takes nothing is, while ``patient()``, else for HURRY seconds.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + at_most
@@ -267,6 +267,8 @@ class Streams:
             if blocked and patient():
                 end += loop.time() - now
                 continue
+            if blocked:
+                end = min(end, now + HURRY)
             if loop.time() >= end:
                 break
             if not blocked and self._read() - begin > LAST:

@@ -230,3 +230,13 @@ def test_a_read_that_begins_in_the_page_before_a_file_is_a_read_of_that_file() -
     planned = reader.read(19, 21)
     assert planned
     assert min(planned) >= 21
+
+
+def test_what_was_guessed_for_a_closed_layer_may_be_guessed_again() -> None:
+    budget = Budget(0.0, 1 << 20)
+    reader = Reader([64 << 10] * 100, budget=budget)
+    reader.read(3)
+    assert budget.guessed > 0
+    assert budget.left() < 1 << 20
+    reader.ahead.forget()
+    assert budget.left() == 1 << 20

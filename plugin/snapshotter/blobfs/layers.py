@@ -124,6 +124,8 @@ class Layer(FetchLayer):
         return len(frames)
 
     def __del__(self) -> None:
+        if (ahead := getattr(self, "read_ahead", None)) is not None:  # None: it could not be made
+            ahead.forget()
         self.presence.close()
         self.store.close()
         self._close_sources(self.sources)

@@ -26,8 +26,9 @@ from __future__ import annotations
 import re
 from array import array
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 import numpy as np
@@ -148,9 +149,13 @@ class Budget:
     """Bytes of the frames that readers have asked for."""
     guessed: int = 0
     """Bytes of neighbours fetched on a guess that nobody has asked for yet."""
+    returned: deque[int] = field(default_factory=deque)
+    """The same of layers that were closed, to be taken off; appended to in any thread, whatever locks it holds."""
 
     def left(self) -> int:
         """Bytes that may be guessed now."""
+        while self.returned:
+            self.guessed -= self.returned.popleft()
         return self.floor + int(self.waste * self.demanded) - self.guessed
 
 
@@ -214,6 +219,11 @@ class ReadAhead:
         if 0 < length <= SMALL and len(self.extents.siblings.begin):
             planned += self._siblings(offset, length, {*planned, *range(first, end)})
         return planned
+
+    def forget(self) -> None:
+        """The layer is closed: what was guessed for it burdens the budgets no longer. Any thread, once."""
+        for frame, budget in self._guessed.items():
+            budget.returned.append(self._starts[frame + 1] - self._starts[frame])
 
     def _observe(self, first: int, end: int) -> list[int]:
         asked = self._asked

@@ -12,6 +12,7 @@ from typing import Any
 from weenv.environment.composeconfig import ComposeConfig
 from weenv.environment.gateway.config import GatewayConfig
 from weenv.environment.runconfig import RunConfig
+from weenv.plugin.nri.config import AdmissionRules, CpuRules, ElasticConfig, MemoryRules
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, FillConfig
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.registry.config import RegistryConfig
@@ -33,6 +34,15 @@ TABLES: list[tuple[str, type[Any], set[str], str]] = [
     ("run", RunConfig, set(), "Defaults of `weenv run`, `exec`, `ps` and their like; options of the commands win."),
     ("compose", ComposeConfig, set(), "Groups of plans that are not in the lazy format (plans.md)."),
     ("gateway", GatewayConfig, set(), "`weenv gateway serve` ([gateway.md](gateway.md))."),
+    ("elastic", ElasticConfig, {"cpu", "memory", "admission"}, "Live CPU and memory quotas ([elastic.md](elastic.md))."),
+    (
+        "elastic.cpu",
+        CpuRules,
+        set(),
+        "When CPU quotas move. Shares are of the quota in force or of its periods.",
+    ),
+    ("elastic.memory", MemoryRules, set(), "When memory limits move. Shares are of the limit; use means the working set."),
+    ("elastic.admission", AdmissionRules, set(), "What may be promised to whom. Shares are of the node."),
 ]
 
 

@@ -2,8 +2,9 @@
 
 Where the files are: ``/proc/<pid>/cgroup`` (cgroups(7)) says which group a process is in, per hierarchy, and
 ``/proc/self/mountinfo`` (proc(5)) where each hierarchy is mounted. A controller is on v1 where a v1 hierarchy has it, else on
-v2; pressure files are only ever in the v2 hierarchy, which hybrid machines mount beside the others. What is in the files:
-Linux 6.12's Documentation: admin-guide/cgroup-v2.rst, cgroup-v1/{memory,cpuacct}.rst, scheduler/sched-bwc.rst, accounting/psi.rst.
+v2; pressure files are only ever in the v2 hierarchy, which hybrid machines mount beside the others. What is in the files is
+in Documentation of Linux 6.12: admin-guide/cgroup-v2.rst, cgroup-v1/{memory,cpuacct}.rst, scheduler/sched-bwc.rst,
+accounting/psi.rst.
 
 A look costs a few microseconds, so that one process can watch hundreds: :meth:`Reader.changed` reads two files,
 :meth:`Reader.sample` all but ``memory.stat``, which costs as much as the others together and is read when it is due, when

@@ -13,6 +13,7 @@ from typing import TypeVar
 import yaml
 
 from weenv.core.errors import FormatError
+from weenv.core.units import parse_bytes, parse_cores
 
 T = TypeVar("T")
 
@@ -20,13 +21,6 @@ MAX_BYTES = 64 << 20
 """A plan's text; patches and file contents stand in it."""
 MAX_NODES = 200_000
 MAX_DEPTH = 32
-
-_SUFFIXES = {
-    "": 1, "k": 10**3, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12,
-    "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40,
-}  # fmt: skip
-_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([kKMGT]i?|)\Z", re.ASCII)
-_CORES = re.compile(r"([0-9]+(?:\.[0-9]+)?)(m?)\Z", re.ASCII)
 
 
 class PlanError(FormatError):
@@ -141,17 +135,15 @@ class Document:
     def cores(self, node: yaml.Node, name: str) -> float:
         """CPUs: ``2``, ``0.5`` or ``500m``."""
         text = self.string(node, name)
-        match = _CORES.match(text)
-        value = float(match[1]) / (1000 if match[2] else 1) if match else 0.0
-        if not 0 < value <= 1024:
+        value = parse_cores(text)
+        if value is None:
             raise self.error(node, f"{name} must be a number of CPUs such as 2, 0.5 or 500m, not {text[:40]!r}")
         return value
 
     def size(self, node: yaml.Node, name: str) -> float:
         """Bytes: a number, or one with a suffix such as ``512Mi`` or ``2G``."""
         text = self.string(node, name)
-        match = _QUANTITY.match(text)
-        value = float(match[1]) * _SUFFIXES[match[2]] if match and match[2] in _SUFFIXES else 0.0
-        if not 1 <= value < 2**63:
+        value = parse_bytes(text)
+        if value is None:
             raise self.error(node, f"{name} must be a size such as 512Mi or 2Gi, not {text[:40]!r}")
-        return float(int(value))
+        return float(value)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from weenv.plugin.containerd.client import Namespaced
+from weenv.plugin.containerd.client import Client, Namespaced
 from weenv.plugin.containerd.schema import SCHEMA
 from weenv.plugin.containerd.types import Mount, nanoseconds
 
@@ -271,11 +271,11 @@ class Tasks:
         request = SCHEMA["ResizePtyRequest"](container_id=container, exec_id=process, width=width, height=height)
         await self._call("ResizePty", request)
 
-    async def update(self, container: str, resources: Mapping[str, Any]) -> None:
-        """Set limits of a running task: an OCI ``linux.resources`` object."""
+    async def update(self, container: str, resources: Mapping[str, Any], *, deadline: float | None = None) -> None:
+        """Set limits of a running task: an OCI ``linux.resources`` object. ``deadline`` in seconds."""
         request = SCHEMA["UpdateTaskRequest"](container_id=container)
         _pack_json(request.resources, RESOURCES_URL, resources)
-        await self._call("Update", request)
+        await self._call("Update", request, deadline=deadline)
 
     async def metrics(self, *filters: str) -> list[tuple[str, str, bytes]]:
         """(task, type, encoded message) of what tasks use; ``filters`` such as ``id==NAME``."""
@@ -305,8 +305,19 @@ _TOPICS = {
 async def subscribe(namespace: Namespaced, *filters: str) -> AsyncIterator[Event]:
     """Events as they happen, of this namespace; ``filters`` such as ``topic=="/tasks/exit"`` are or-ed."""
     scoped = [f"namespace=={namespace.name},{text}" for text in filters] or [f"namespace=={namespace.name}"]
-    request = SCHEMA["SubscribeRequest"](filters=scoped)
-    async for envelope in namespace.client.stream(f"/{_EVENTS}/Subscribe", request, "Envelope", headers=namespace.headers):
+    async for event in _events(namespace.client, scoped, namespace.headers):
+        yield event
+
+
+async def subscribe_everywhere(client: Client, *filters: str) -> AsyncIterator[Event]:
+    """The same of all namespaces: the service needs none to be named (plugins/services/events/service.go, v2.1.9)."""
+    async for event in _events(client, list(filters), ()):
+        yield event
+
+
+async def _events(client: Client, filters: list[str], headers: Sequence[tuple[str, str]]) -> AsyncIterator[Event]:
+    request = SCHEMA["SubscribeRequest"](filters=filters)
+    async for envelope in client.stream(f"/{_EVENTS}/Subscribe", request, "Envelope", headers=headers):
         kind = _TOPICS.get(envelope.topic)
         body = SCHEMA[kind].FromString(envelope.event.value) if kind else None
         yield Event(envelope.topic, envelope.namespace, nanoseconds(envelope.timestamp), body)

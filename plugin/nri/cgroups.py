@@ -347,23 +347,42 @@ class Reader:
         self._quota = Quota(cores, memory)
         return self._quota
 
-    def reclaim(self, amount: int) -> bool:
-        """Have the kernel free so many bytes of this group (v2 ``memory.reclaim``, Linux 5.19); False where it cannot, or not
-        all of them. Blocking: it may have to write pages first."""
-        path = os.path.join(self.paths.memory, "memory.reclaim")
-        if self.paths.memory_v1 or amount <= 0:
-            return False
+    def swap_limit(self) -> int:
+        """v1's limit of memory and swap together, read now; UNLIMITED_MEMORY where there is none, and on v2."""
+        if not self.paths.memory_v1:
+            return UNLIMITED_MEMORY
         try:
-            fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            with open(os.path.join(self.paths.memory, "memory.memsw.limit_in_bytes"), "rb") as file:
+                return _limit(file.read())
+        except OSError:
+            return UNLIMITED_MEMORY
+
+    def set_high(self, value: int) -> bool:
+        """Set v2's ``memory.high``, UNLIMITED_MEMORY for none; False where the kernel has none or refuses."""
+        if self.paths.memory_v1:
+            return False
+        text = b"max" if value >= UNLIMITED_MEMORY else str(value).encode()
+        if not self._write("memory.high", text):
+            return False
+        self._high = value
+        return True
+
+    def _write(self, name: str, data: bytes) -> bool:
+        try:
+            fd = os.open(os.path.join(self.paths.memory, name), os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
-            os.write(fd, str(amount).encode())
+            return os.write(fd, data) == len(data)
         except OSError:
             return False
         finally:
             os.close(fd)
-        return True
+
+    def reclaim(self, amount: int) -> bool:
+        """Have the kernel free so many bytes of this group (v2 ``memory.reclaim``, Linux 5.19); False where it cannot, or not
+        all of them. Blocking: it may have to write pages first."""
+        return not self.paths.memory_v1 and amount > 0 and self._write("memory.reclaim", str(amount).encode())
 
     def trigger(self, kind: str, stall_us: int, window_us: int) -> int | None:
         """A descriptor that has POLLPRI when somebody waited ``stall_us`` within ``window_us`` for ``cpu`` or ``memory``.

@@ -195,6 +195,8 @@ class EnvState:
     memory: Track = field(default_factory=Track)
     full_since: float | None = None
     """First sample of the present run of "memory at its limit and nothing left to give"."""
+    triggers: bool = False
+    """The kernel wakes us on its pressure, so that it need not be looked at often while idle."""
 
     @property
     def pressed_at(self) -> float | None:
@@ -216,3 +218,5 @@ class Decision:
     """End the environment: see :attr:`Reason.OOM_EMERGENCY`."""
     wake_after: float = 0.2
     """Seconds until the next sample is due; pressure triggers may come first."""
+    high: int | None = None
+    """``memory.high`` to have in force on cgroup v2, a brake below the limit while there is more to give; None: none."""

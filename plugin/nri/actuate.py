@@ -113,9 +113,7 @@ def _cores_match(asked: float, found: float) -> bool:
     return abs(asked - found) <= max(_CPU_ERROR, 0.01 * asked)
 
 
-async def change(
-    actuator: Actuator, reader: Reader, key: EnvKey, quota: Quota, now: float, rules: MemoryRules
-) -> Outcome:
+async def change(actuator: Actuator, reader: Reader, key: EnvKey, quota: Quota, now: float, rules: MemoryRules) -> Outcome:
     """Put ``quota`` into force as far as it is safe; ``now`` is the monotonic clock.
 
     Raises EnvGone and CgroupGone where the environment has ended, CgroupUnreadable. A refusal is told in the outcome.

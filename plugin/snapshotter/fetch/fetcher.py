@@ -148,10 +148,7 @@ class Fetcher:
             left = -1 if refused else waiter.left
             if refused:
                 waiter.left = -1
-            for frame in ahead:
-                if frame not in flights and not states[frame]:
-                    flights[frame] = flight = Flight(layer, frame, AHEAD)
-                    self._queues[AHEAD].append(flight)
+            self._expect(layer, ahead)
             wake = not self._woken
             self._woken = True
             if flush:
@@ -164,6 +161,15 @@ class Fetcher:
             waiter.complete()
         elif left < 0:
             waiter.fail(errno.EIO)
+
+    def _expect(self, layer: FetchLayer, frames: Iterable[int]) -> None:
+        """Queue read-ahead. The latest guess goes first: it is about what is read now, the others about what was. Locked."""
+        states, flights, fresh = layer.presence.states, layer.flights, []
+        for frame in frames:
+            if frame not in flights and not states[frame]:
+                flights[frame] = flight = Flight(layer, frame, AHEAD)
+                fresh.append(flight)
+        self._queues[AHEAD].extendleft(reversed(fresh))
 
     def want(self, layer: FetchLayer, frames: Iterable[int], priority: int, waiter: Waiter | None = None) -> None:
         """Fetch ``frames`` at ``priority`` AHEAD or FILL; failures are dropped silently, unless a ``waiter`` is told."""

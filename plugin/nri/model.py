@@ -43,7 +43,7 @@ class Quota:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """Where an environment's quota starts and how far it may move: ``floor <= start <= ceiling`` in both."""
+    """Where an environment's quota starts and how far it may move: ``0 < floor <= start <= ceiling`` in both."""
 
     start: Quota
     ceiling: Quota

@@ -64,6 +64,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),
     "plan": ("weenv.cli.plan:plan", "Check, pin, draw, publish and compose environment plans."),
     "gateway": ("weenv.cli.gateway:gateway", "A registry on the node that answers plans and stacks as images."),
+    "nri": ("weenv.cli.nri:nri", "The plugin that gives containers of CRI their starting quotas."),
     "status": ("weenv.cli.status:status", "Show the layers on this node and how much of each is local."),
     "doctor": ("weenv.cli.doctor:doctor", "Check kernel, containerd, sockets, disk and registry; say what to mend."),
 }

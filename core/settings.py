@@ -14,7 +14,7 @@ from weenv.core.errors import ConfigError
 T = TypeVar("T")
 
 DEFAULT_CONFIG = "/etc/weenv/config.toml"
-TABLES = frozenset({"snapshotter", "blobfs", "registry", "run", "compose", "policy", "gateway", "elastic"})
+TABLES = frozenset({"snapshotter", "blobfs", "registry", "run", "compose", "policy", "gateway", "elastic", "nri"})
 """Every table that a part of the project reads: a misspelt one must not silently mean its defaults."""
 
 

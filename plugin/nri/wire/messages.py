@@ -1,8 +1,8 @@
 """NRI's messages: the fields that are read or written here, and plain values for them. Pure.
 
-Source: containerd/nri, pkg/api/api.proto (package ``nri.pkg.api.v1alpha1``) at v0.12.2, compared with v0.6.1 (containerd 1.7.24) and
-v0.8.0 (2.1.9): all numbers below are the same where they exist. Fields that are not listed are skipped, so that a peer's
-long messages cost little.
+Source: containerd/nri, pkg/api/api.proto (package ``nri.pkg.api.v1alpha1``) at v0.12.2, compared with v0.6.1 (containerd
+1.7.24) and v0.8.0 (2.1.9): all numbers below are the same where they exist. Fields that are not listed are skipped, so that
+a peer's long messages cost little.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def events_mask(*events: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """A container's limits; None: it has none. ``period`` is the CFS period in microseconds, ``memory_swap`` memory and swap."""
+    """A container's limits; None: it has none. ``period`` is the CFS period in us, ``memory_swap`` memory and swap."""
 
     cpu: float | None = None
     memory: int | None = None

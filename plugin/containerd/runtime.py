@@ -152,8 +152,8 @@ class Containers:
     def __init__(self, namespace: Namespaced) -> None:
         self._namespace = namespace
 
-    async def _call(self, method: str, request: Any, answer: str) -> Any:
-        return await self._namespace.call(f"/{_CONTAINERS}/{method}", request, answer)
+    async def _call(self, method: str, request: Any, answer: str, deadline: float | None = None) -> Any:
+        return await self._namespace.call(f"/{_CONTAINERS}/{method}", request, answer, deadline=deadline)
 
     async def get(self, container: str) -> Container:
         """One record."""
@@ -170,11 +170,12 @@ class Containers:
         request = SCHEMA["CreateContainerRequest"](container=container.to_proto())
         return Container.from_proto((await self._call("Create", request, "CreateContainerResponse")).container)
 
-    async def update(self, container: Container, *fields: str) -> Container:
-        """Change a record; ``fields`` are field-mask paths such as ``spec`` and ``labels.NAME``."""
+    async def update(self, container: Container, *fields: str, deadline: float | None = None) -> Container:
+        """Change a record; ``fields`` are field-mask paths such as ``spec`` and ``labels.NAME``. ``deadline`` in seconds."""
         request = SCHEMA["UpdateContainerRequest"](container=container.to_proto())
         request.update_mask.paths.extend(fields)
-        return Container.from_proto((await self._call("Update", request, "UpdateContainerResponse")).container)
+        answer = await self._call("Update", request, "UpdateContainerResponse", deadline)
+        return Container.from_proto(answer.container)
 
     async def delete(self, container: str) -> None:
         """Remove a record; its task must be gone."""

@@ -12,6 +12,7 @@ only after the kernel has freed what is above it. cgroup v1 refuses such a limit
 from __future__ import annotations
 
 import asyncio
+import signal
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,6 +78,16 @@ class TaskUpdates:
         tasks = Tasks(self._client.namespace(key.namespace))
         try:
             await tasks.update(key.container_id, resources(cpu, memory, swap), deadline=self._deadline)
+        except ContainerdError as error:
+            if error.code == "NOT_FOUND":
+                raise EnvGone(f"{key} has ended") from error
+            raise Refused(f"{key}: {error.message}", again=error.code in _RETRY) from error
+
+
+    async def end(self, key: EnvKey) -> None:
+        """Kill all processes of a container. Raises EnvGone, Refused."""
+        try:
+            await Tasks(self._client.namespace(key.namespace)).kill(key.container_id, signal.SIGKILL, everyone=True)
         except ContainerdError as error:
             if error.code == "NOT_FOUND":
                 raise EnvGone(f"{key} has ended") from error

@@ -6,7 +6,7 @@ v2; pressure files are only ever in the v2 hierarchy, which hybrid machines moun
 in Documentation of Linux 6.12: admin-guide/cgroup-v2.rst, cgroup-v1/{memory,cpuacct}.rst, scheduler/sched-bwc.rst,
 accounting/psi.rst.
 
-A look costs a few microseconds, so that one process can watch hundreds: :meth:`Reader.changed` reads two files,
+A look costs a few microseconds, so that one process can watch hundreds: :meth:`Reader.peek` reads two files,
 :meth:`Reader.sample` all but ``memory.stat``, which costs as much as the others together and is read when it is due, when
 memory has moved, or when the limit is near.
 """
@@ -207,7 +207,7 @@ class Reader:
         self._high = UNLIMITED_MEMORY
         self._split: tuple[float, int, list[int]] = (-math.inf, 0, [0] * 6)
         """When ``memory.stat`` was read, what was charged then, and the parts: see _SPLIT."""
-        self._usage = self._seen = 0
+        self._seen = 0
         try:
             if paths.cpu_v1:
                 self._account = self._open(paths.cpuacct, "cpuacct.usage")
@@ -268,6 +268,8 @@ class Reader:
         return fd
 
     def _read(self, fd: int) -> bytes:
+        if not self._fds:  # closed meanwhile: its numbers may be others' by now
+            raise CgroupGone(f"{self.paths.cpu} is no longer watched")
         try:
             return os.pread(fd, _READ, 0)
         except OSError as error:
@@ -281,15 +283,13 @@ class Reader:
         for fd in fds:
             os.close(fd)
 
-    def changed(self, cpu_s: float) -> bool:
-        """True where more than ``cpu_s`` seconds of CPU were used, or memory moved, since the last sample. Two small reads."""
+    def peek(self) -> float | None:
+        """CPU seconds used so far, or None where memory has moved since the last sample. Two small reads."""
+        if self._moved(_number(self._read(self._current)), self._seen):
+            return None
         if self.paths.cpu_v1:
-            usage = _number(self._read(self._account))
-        else:
-            usage = self._cpu_fields.pick(self._read(self._account))[3] * 1000
-        if usage - self._usage > cpu_s * 1e9:
-            return True
-        return self._moved(_number(self._read(self._current)), self._seen)
+            return _number(self._read(self._account)) / 1e9
+        return self._cpu_fields.pick(self._read(self._account))[3] / 1e6
 
     def sample(self, now: float, *, whole: bool = False) -> Sample:
         """One look; ``now`` is the monotonic clock. ``whole``: ``memory.stat`` is read in any case."""
@@ -301,7 +301,6 @@ class Reader:
         cpu_some: int | None = None
         if self._cpu_pressure >= 0:
             cpu_some = pressure(self._read(self._cpu_pressure))[0]
-        self._usage = usage_ns
         cpu = CpuSample(usage_ns / 1e9, periods, throttled, throttled_s, cpu_some)
         return Sample(now, cpu, self._memory(now, whole))
 

@@ -1,0 +1,517 @@
+"""Wires the parts of elastic provisioning: looks at every environment when it is due, asks the policy, sees to it that limits
+change, keeps the ledger, and writes down what happened.
+
+All state belongs to the event loop; nothing here waits but the changes of limits, which run beside each other, one per
+environment at a time (docs/elastic.md says what may happen between their awaits). Environments are looked at in slots of
+``GRAIN`` seconds, so that hundreds of them cost some ten wake-ups a second. One that rests costs two small reads a look: only
+where CPU was used or memory moved is it sampled and decided on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+from weenv.core.aio import Background
+from weenv.core.errors import WeenvError
+from weenv.plugin.nri.actuate import Actuator, EnvGone, change
+from weenv.plugin.nri.admission import Ledger, NotAdmitted, Request
+from weenv.plugin.nri.cgroups import STAT_EVERY, CgroupGone, CgroupUnreadable, Reader, find
+from weenv.plugin.nri.config import ElasticConfig, without_brake
+from weenv.plugin.nri.journal import Kind
+from weenv.plugin.nri.managed import Env
+from weenv.plugin.nri.metrics import Metrics
+from weenv.plugin.nri.model import UNLIMITED_MEMORY, Decision, EnvKey, NodeView, Quota, Reason, Sample
+from weenv.plugin.nri.policy import applied, begin, decide, lowest, taken_back
+from weenv.plugin.nri.record import Record
+from weenv.plugin.nri.wake import Triggers
+from weenv.plugin.nri.watch import Found
+
+log = logging.getLogger(__name__)
+
+GRAIN = 0.02
+"""Seconds of a slot: a tenth of the sampling interval."""
+CHECK_LIMITS = 5.0
+"""Seconds between two looks at whether somebody else has changed an environment's limits."""
+CHANGES = 8
+"""Changes of limits at a time: each has the runtime start a process, and those take CPU from everybody."""
+CLAIM = 60.0
+"""Seconds within which an admitted environment has to start; its room is given away then."""
+_BACK_OFF = 5.0
+"""Seconds after which an environment whose cgroup could not be read is tried again."""
+_QUIET = frozenset({Reason.STEADY, Reason.HELD, Reason.FIRST, Reason.CLOCK})
+_STARVING = frozenset({Reason.NODE_FULL, Reason.CUT_SHORT})
+
+
+class Controller:
+    """Everything about the environments of one node. ``end`` kills one; ``clock`` is monotonic, in seconds."""
+
+    def __init__(
+        self,
+        config: ElasticConfig,
+        ledger: Ledger,
+        actuator: Actuator,
+        record: Record,
+        metrics: Metrics,
+        *,
+        end: Callable[[EnvKey], Awaitable[None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.metrics = metrics
+        self._plain = without_brake(config)
+        self._actuator = actuator
+        self._record = record
+        self._kill = end
+        self._clock = clock
+        self._envs: dict[EnvKey, Env] = {}
+        self._slots: dict[int, list[Env]] = {}
+        self._poke = asyncio.Event()
+        self._next: float = -math.inf
+        """The slot that is slept for."""
+        self._changing = asyncio.Semaphore(CHANGES)
+        self._background = Background()
+        self._triggers = Triggers(self._pressed)
+        self._view: NodeView | None = None
+        self._admissions: dict[EnvKey, asyncio.Future[None]] = {}
+        self._claims: dict[EnvKey, float] = {}
+        metrics.capacity.labels("cpu").set(ledger.capacity.cpu)
+        metrics.capacity.labels("memory").set(ledger.capacity.memory)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Look at environments when they are due, until cancelled."""
+        slot = int(self._clock() / GRAIN)
+        while True:
+            last = int(self._clock() / GRAIN)
+            # Most slots have somebody in them; after a long sleep only those that have are walked.
+            numbers = range(slot, last + 1) if 0 <= last - slot < 50 else sorted(self._slots)
+            for number in numbers:
+                due = self._slots.pop(number, ()) if number <= last else ()
+                for env in due:
+                    if env.slot == number:
+                        self._turn(env, number * GRAIN)
+                if due:
+                    await asyncio.sleep(0)
+            slot = last + 1
+            self._record.flush()
+            self._waiting(self._clock())
+            await self._sleep()
+
+    async def _sleep(self) -> None:
+        """Until the next slot with somebody in it, a deadline, or :meth:`_plan` brings something earlier."""
+        self._next = min(self._slots, default=math.inf)
+        until = self._next * GRAIN
+        for at in (self.ledger.wake_at(), min(self._claims.values(), default=None)):
+            until = min(until, math.inf if at is None else at)
+        self._poke.clear()
+        alarm = None
+        if math.isfinite(until):
+            alarm = asyncio.get_running_loop().call_later(max(0.0, until - self._clock()), self._poke.set)
+        try:
+            await self._poke.wait()
+        finally:
+            self._next = -math.inf
+            if alarm is not None:
+                alarm.cancel()
+
+    async def close(self) -> None:
+        """End what goes on and close all files. Limits stay as they are."""
+        await self._background.close()
+        for env in self._envs.values():
+            self._triggers.remove(env)
+            env.close()
+        self._envs.clear()
+        self._triggers.close()
+        for waiting in self._admissions.values():
+            waiting.cancel()
+
+    # -- who there is (weenv.plugin.nri.watch.Listener) -----------------------------------------------------------------
+
+    def started(self, found: Found) -> None:
+        """Manage a container from now on: its limits as they are, whoever set them, are where it goes on from."""
+        old = self._envs.get(found.key)
+        if old is not None and old.found.pid == found.pid:
+            return
+        try:
+            reader = Reader(find(found.pid, inside=found.cgroup))
+            quota = reader.limits()
+        except CgroupGone:
+            return
+        except CgroupUnreadable as error:
+            log.warning("%s cannot be managed: %s", found.key, error.message)
+            self._record.event(Kind.REFUSED, found.key, message=error.message)
+            return
+        if old is not None:
+            self._forget(old)
+        now = self._clock()
+        bounds = found.bounds
+        # Limits above the ceiling, or none at all, are not ours: it starts where it would have with us from the beginning.
+        cpu = quota.cpu if quota.cpu <= bounds.ceiling.cpu * 1.01 else bounds.start.cpu
+        memory = quota.memory if quota.memory <= bounds.ceiling.memory else bounds.start.memory
+        goal = Quota(max(cpu, bounds.start.cpu), max(memory, bounds.start.memory))
+        known = Quota(min(quota.cpu, bounds.ceiling.cpu), min(quota.memory, bounds.ceiling.memory))
+        triggers = self._triggers.possible(reader)
+        env = Env(found, reader, begin(bounds, found.role, known, triggers=triggers), now)
+        self._envs[found.key] = env
+        if triggers:
+            env.triggers = self._triggers.add(env)
+        self._claims.pop(found.key, None)
+        self.ledger.adopt(Request(found.key, bounds, found.role), known)
+        self._view = None
+        self._record.event(
+            Kind.MANAGED, found.key, name=found.name, role=found.role.value, quota=[known.cpu, known.memory],
+            start=[bounds.start.cpu, bounds.start.memory], ceiling=[bounds.ceiling.cpu, bounds.ceiling.memory],
+        )  # fmt: skip
+        self.metrics.environments.set(len(self._envs))
+        if goal != quota:
+            self._begin_change(env, goal, None, Reason.FIRST)
+        self._plan(env, now + (hash(found.key) % 10) * GRAIN)
+
+    def ended(self, key: EnvKey, status: int | None) -> None:
+        """It is over: say why, give its room to others."""
+        self._record.ended(self._envs.get(key), key, status, self._clock())
+        env = self._envs.get(key)
+        if env is not None:
+            self._forget(env)
+        else:
+            self._release(key)
+
+    def killed_for_memory(self, key: EnvKey) -> None:
+        """containerd says that the kernel has killed: the counter, where it can still be read, says how often."""
+        env = self._envs.get(key)
+        sample = None
+        if env is not None:
+            with contextlib.suppress(CgroupGone, CgroupUnreadable):
+                sample = env.reader.sample(self._clock(), whole=True)
+        self._record.oom_kill(env, key, sample)
+
+    def _forget(self, env: Env) -> None:
+        env.gone = True
+        self._triggers.remove(env)
+        env.close()
+        if self._envs.get(env.key) is env:
+            del self._envs[env.key]
+        self._release(env.key)
+        self.metrics.environments.set(len(self._envs))
+
+    def _release(self, key: EnvKey) -> None:
+        self._claims.pop(key, None)
+        self.ledger.remove(key)
+        self._view = None
+        self._step()
+
+    # -- looking --------------------------------------------------------------------------------------------------------
+
+    def _plan(self, env: Env, when: float) -> None:
+        """Look at it at that time (and not at any other)."""
+        slot = math.ceil(when / GRAIN - 1e-6)
+        if slot != env.slot:
+            env.slot = slot
+            self._slots.setdefault(slot, []).append(env)
+            if slot < self._next:
+                self._poke.set()
+
+    def _pressed(self, env: Env) -> None:
+        """The kernel says that it waits for something."""
+        if not env.gone:
+            env.rested = None
+            self._plan(env, self._clock())
+
+    def _turn(self, env: Env, due: float) -> None:
+        """One environment's turn; whatever it is, it does not keep the others from theirs."""
+        env.slot = -1
+        if env.gone:
+            return
+        now = self._clock()
+        self.metrics.lag.observe(max(0.0, now - due))
+        pause = self.config.interval
+        try:
+            pause = self._look(env, now)
+        except CgroupGone:
+            env.blind = True  # its end is told by containerd
+            return
+        except CgroupUnreadable as error:
+            self.metrics.unreadable.inc()
+            if not env.complained:
+                env.complained = True
+                log.warning("%s: %s", env.key, error.message)
+            pause = _BACK_OFF
+        except Exception as error:
+            log.exception("%s: looking at it failed: %s", env.key, error)
+            pause = _BACK_OFF
+        # From when it was due, not from now: being late once must not make everything later.
+        following = due + pause
+        self._plan(env, following if following > now else now + pause)
+
+    def _look(self, env: Env, now: float) -> float:
+        """Seconds until the next look."""
+        config = self._plain if env.reader.paths.memory_v1 else self.config
+        if env.resting and now - env.sampled < STAT_EVERY:
+            since = env.rested[0] if env.rested is not None else env.sampled
+            usage = env.reader.peek()
+            if usage is not None and usage - env.usage <= config.idle_use * (now - since):
+                env.rested, env.usage = (now, usage), usage
+                self.metrics.samples.labels("peek").inc()
+                return env.pause
+        sample = env.reader.sample(now)
+        self.metrics.samples.labels("whole").inc()
+        state = env.state_at_rest()
+        last = state.last
+        if now - env.checked >= CHECK_LIMITS and env.changing is None:
+            env.checked = now
+            self._check_limits(env)
+            state = replace(env.state, last=last)
+        if last is not None and sample.memory.oom_kill > last.memory.oom_kill:
+            self._record.oom_kill(env, env.key, sample)
+        if self._view is None:
+            self._view = self.ledger.view()
+        before = state.quota
+        state, decision = decide(state, sample, self._view, config)
+        env.complained = False
+        env.sampled, env.rested, env.usage = now, None, sample.cpu.usage_s
+        env.pause = decision.wake_after
+        raising = decision.quota is not None and (decision.quota.cpu > before.cpu or decision.quota.memory > before.memory)
+        quota = decision.quota
+        if quota is not None and (env.changing is not None or (raising and not self.ledger.promise(env.key, quota))):
+            # Decided anew once the change under way is done, or the node has room.
+            state, quota = applied(state, before), None
+        self._view = None if raising else self._view
+        env.previous = last
+        env.state = state
+        env.resting = decision.reason in _QUIET and state.quota == state.bounds.floor and env.changing is None
+        if state.quota != state.bounds.floor:
+            self.ledger.observe(env.key, lowest(state, config), state.pressed_at)
+        self._note(env, now, sample, decision, before, elapsed=now - last.when if last is not None else 0.0)
+        if decision.emergency:
+            self._end(env, sample)
+        elif quota is not None:
+            self._begin_change(env, quota, decision.high, decision.reason)
+        elif decision.high != env.high and env.changing is None:
+            self._brake(env, decision.high)
+        return decision.wake_after
+
+    def _note(self, env: Env, now: float, sample: Sample, decision: Decision, before: Quota, *, elapsed: float) -> None:
+        """Keep what ``weenv top`` and the journals are to show."""
+        starving = decision.reason in _STARVING
+        if starving:
+            env.starved_s += elapsed
+            if not env.starving:
+                self._record.event(Kind.STARVED, env.key, reason=decision.reason.value, quota=[before.cpu, before.memory])
+        env.starving = starving
+        quiet = decision.reason in _QUIET
+        if not quiet:
+            env.why, env.why_at = decision.reason, now
+            self.metrics.decisions.labels(decision.reason.value).inc()
+        env.tier = decision.tier
+        self._record.look(env, now, sample, decision, before, quiet=quiet)
+
+    def _check_limits(self, env: Env) -> None:
+        """An owner's own update (docker, the kubelet, ctr) sets limits of its own: they are where we go on from."""
+        found = env.reader.limits()
+        quota = env.state.quota
+        if abs(found.cpu - quota.cpu) <= max(0.01, quota.cpu * 0.01) and abs(found.memory - quota.memory) < 8192:
+            return
+        ceiling = env.state.bounds.ceiling
+        self._record.event(Kind.DRIFT, env.key, before=[quota.cpu, quota.memory], quota=_finite(found))
+        if found.cpu > ceiling.cpu * 1.01 or found.memory > ceiling.memory:
+            self._begin_change(env, quota, None, Reason.CEILING)
+            return
+        env.state = applied(env.state, found)
+        self.ledger.settle(env.key, found)
+        self._view = None
+
+    # -- changing -------------------------------------------------------------------------------------------------------
+
+    def _begin_change(self, env: Env, quota: Quota, high: int | None, why: Reason) -> None:
+        env.changing = quota
+        self._background.spawn(self._change(env, quota, high, why), f"limits of {env.key}")
+
+    async def _change(self, env: Env, quota: Quota, high: int | None, why: Reason) -> None:
+        """Put a quota into force and say what came of it. Whatever happens meanwhile, the ledger gets what is in force."""
+        begin_at = self._clock()
+        try:
+            before = env.reader.limits()
+            raising = quota.cpu > before.cpu or quota.memory > before.memory
+            async with self._changing if not raising else contextlib.nullcontext():
+                if not env.alive():
+                    return
+                outcome = await change(self._actuator, env.reader, env.key, quota, self._clock(), self.config.memory)
+            if env.alive():
+                self._brake(env, high)
+        except (EnvGone, CgroupGone):
+            return  # its end is told by containerd
+        except WeenvError as error:
+            if env.alive():
+                log.warning("limits of %s cannot be changed: %s", env.key, error.message)
+            return
+        finally:
+            env.changing = None
+            env.resting = False
+        if not env.alive():
+            return
+        took = self._clock() - begin_at
+        found = outcome.quota
+        env.state = applied(env.state, _within(found, env))
+        self.ledger.settle(env.key, _within(found, env))
+        self._view = None
+        direction = "up" if raising else "down"
+        self.metrics.changes.labels(direction, "refused" if outcome.refused else "done").inc()
+        self.metrics.change_seconds.observe(took)
+        if outcome.refused:
+            self._record.refused(env, outcome, quota)
+        if found != before:
+            env.changed_at = self._clock()
+            self._record.event(
+                Kind.QUOTA, env.key, before=_finite(before), quota=_finite(found), reason=why.value, took=round(took, 4)
+            )
+        self._step()
+        self._plan(env, self._clock())
+
+    def _brake(self, env: Env, high: int | None) -> None:
+        """``memory.high`` goes with the limit where the kernel has it; otherwise it stays with what was asked for."""
+        env.high = high
+        env.reader.set_high(UNLIMITED_MEMORY if high is None else high)
+
+    def _end(self, env: Env, sample: Sample) -> None:
+        """End an environment for memory, once."""
+        if env.emergency:
+            return
+        env.emergency = True
+        self._background.spawn(self._end_for_memory(env, sample), f"end of {env.key}")
+
+    async def _end_for_memory(self, env: Env, sample: Sample) -> None:
+        await self._record.emergency(env, sample)
+        while env.alive():
+            try:
+                await self._kill(env.key)
+            except EnvGone:
+                return
+            except WeenvError as error:
+                log.warning("%s cannot be ended, it will be tried again: %s", env.key, error.message)
+            await asyncio.sleep(_BACK_OFF)
+
+    # -- admission ------------------------------------------------------------------------------------------------------
+
+    async def admit(self, request: Request, deadline: float | None = None) -> float:
+        """Wait for room for an environment that is to start; seconds waited. Raises NotAdmitted.
+
+        Cancelled, it is out of the line. An admitted one has ``CLAIM`` seconds to start, or for :meth:`hold`.
+        """
+        key = request.key
+        assert isinstance(key, EnvKey)
+        begin_at = self._clock()
+        try:
+            if not self.ledger.ask(request, begin_at, deadline):
+                self._view = None
+                waiting = self._admissions[key] = asyncio.get_running_loop().create_future()
+                self._step()
+                self._poke.set()
+                try:
+                    await waiting
+                except BaseException:
+                    self._release(key)
+                    raise
+                finally:
+                    self._admissions.pop(key, None)
+        except NotAdmitted as error:
+            self.metrics.admissions.labels("denied").inc()
+            self._record.event(Kind.DENIED, key, message=error.message)
+            raise
+        self._view = None
+        waited = self._clock() - begin_at
+        if key not in self._envs:
+            self._claims[key] = self._clock() + CLAIM
+        self.metrics.admissions.labels("admitted").inc()
+        self.metrics.admission_seconds.observe(waited)
+        self._record.event(Kind.ADMITTED, key, waited=round(waited, 3))
+        return waited
+
+    def hold(self, key: EnvKey) -> None:
+        """What was admitted is held by its asker until :meth:`let_go`; no container has to start."""
+        self._claims.pop(key, None)
+
+    def let_go(self, key: EnvKey) -> None:
+        """Give back the room of what was admitted and has not become an environment."""
+        if key not in self._envs:
+            self._release(key)
+
+    def _waiting(self, now: float) -> None:
+        for key in [key for key, until in self._claims.items() if until <= now]:
+            log.warning("%s was admitted and has not started within %.0f s: its room is given away", key, CLAIM)
+            self._release(key)
+        wake = self.ledger.wake_at()
+        if wake is not None and wake <= now:
+            self._step()
+        self.metrics.waiting.set(self.ledger.waiting)
+        promised = self.ledger.promised
+        self.metrics.promised.labels("cpu").set(promised.cpu)
+        self.metrics.promised.labels("memory").set(promised.memory)
+
+    def _step(self) -> None:
+        """Let the ledger see who can be admitted, and take back what it says."""
+        if not self.ledger.waiting:
+            return
+        came = self.ledger.step(self._clock())
+        self._view = None
+        for key in came.admitted:
+            waiting = self._admissions.get(key)  # type: ignore[call-overload]
+            if waiting is not None and not waiting.done():
+                waiting.set_result(None)
+        for key in came.expired:
+            waiting = self._admissions.get(key)  # type: ignore[call-overload]
+            if waiting is not None and not waiting.done():
+                waiting.set_exception(
+                    NotAdmitted("the node had no room within the deadline", hint="wait longer, or end something")
+                )
+        for item in came.take_back:
+            env = self._envs.get(item.key)  # type: ignore[call-overload]
+            if env is None:
+                continue
+            if env.changing is not None:
+                self.ledger.settle(item.key, env.state.quota)  # not now; the change under way calls step again
+                continue
+            env.why, env.why_at = Reason.TAKEN_BACK, self._clock()
+            env.state = taken_back(env.state, item.quota, self._clock())
+            self._begin_change(env, item.quota, None, Reason.TAKEN_BACK)
+
+    # -- showing --------------------------------------------------------------------------------------------------------
+
+    def rows(self) -> list[dict[str, Any]]:
+        """All environments as ``weenv top`` shows them."""
+        now = self._clock()
+        return [env.row(now) for env in self._envs.values()]
+
+    def node(self) -> dict[str, Any]:
+        """The node: what there is, promised, reserved; who waits."""
+        promised, view = self.ledger.promised, self.ledger.view()
+        return {
+            "cpu": self.ledger.capacity.cpu,
+            "memory": self.ledger.capacity.memory,
+            "promised": [promised.cpu, promised.memory],
+            "reserve": [view.reserve.cpu, view.reserve.memory],
+            "environments": len(self._envs),
+            "waiting": self.ledger.waiting,
+        }
+
+
+def _within(quota: Quota, env: Env) -> Quota:
+    """Limits as the policy and the ledger count them: none at all is the ceiling."""
+    ceiling = env.state.bounds.ceiling
+    return Quota(min(quota.cpu, ceiling.cpu), min(quota.memory, ceiling.memory))
+
+
+def _finite(quota: Quota) -> list[float | None]:
+    """For JSON: null where there is no limit."""
+    return [
+        round(quota.cpu, 4) if math.isfinite(quota.cpu) else None,
+        quota.memory if quota.memory < UNLIMITED_MEMORY else None,
+    ]

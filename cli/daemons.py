@@ -55,10 +55,11 @@ def snapshotter_serve(
     Example:
       weenv snapshotter serve --config /etc/weenv/config.toml --log-format json
     """
+    from weenv.core.process import settle
     from weenv.plugin.snapshotter import config, daemon
 
     start_logging(ctx, log_level, log_format)
-    asyncio.run(daemon.serve(config.load(config_path, root=root, socket=socket), ready=daemon.settle))
+    asyncio.run(daemon.serve(config.load(config_path, root=root, socket=socket), ready=settle))
 
 
 @click.group()

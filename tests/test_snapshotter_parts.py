@@ -18,7 +18,9 @@ from conformance.snapshots import committed
 from test_service import direct
 
 from weenv.core import digest as digests
+from weenv.core.endpoint import MetricsEndpoint, parse_loopback
 from weenv.core.errors import ConfigError, FormatError, InvalidRequest, LimitError, MountError, StorageError, VerificationError
+from weenv.core.process import only_instance
 from weenv.layer import erofs
 from weenv.layer.encode import encode_layer
 from weenv.layer.erofs import DirAttributes
@@ -27,10 +29,10 @@ from weenv.plugin.containerd.types import Usage
 from weenv.plugin.snapshotter import builder, disk, mounts
 from weenv.plugin.snapshotter.builder import Builder
 from weenv.plugin.snapshotter.config import SnapshotterConfig, from_tables, load
-from weenv.plugin.snapshotter.daemon import only_instance, serve
+from weenv.plugin.snapshotter.daemon import serve
 from weenv.plugin.snapshotter.implied import attributes_below, open_in_root
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
-from weenv.plugin.snapshotter.metrics import Metrics, MetricsEndpoint, parse_loopback
+from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import (
     Implied,
     LayerFacts,
@@ -397,11 +399,11 @@ def test_the_metrics_endpoint() -> None:
 
 def test_a_second_instance_is_refused(tmp_path: object) -> None:
     root = f"{tmp_path}"
-    with only_instance(root):
-        program = f"from weenv.plugin.snapshotter.daemon import only_instance\nwith only_instance({root!r}): pass"
+    with only_instance(root, "snapshotter"):
+        program = f"from weenv.core.process import only_instance\nwith only_instance({root!r}, 'snapshotter'): pass"
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode != 0 and f"another snapshotter (pid {os.getpid()})" in done.stderr
-    with only_instance(root):
+    with only_instance(root, "snapshotter"):
         pass
 
 

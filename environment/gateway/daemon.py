@@ -16,7 +16,9 @@ from typing import Any
 
 from aiohttp import web
 
+from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError
+from weenv.core.process import until_stopped
 from weenv.environment.composeconfig import compose_config
 from weenv.environment.gateway.blobs import Blobs
 from weenv.environment.gateway.config import GatewayConfig, parse_address
@@ -27,8 +29,6 @@ from weenv.environment.gateway.store import Store
 from weenv.environment.mutate.mutator import Mutator
 from weenv.environment.nodelayers import NodeLayers
 from weenv.plugin.snapshotter.config import from_tables
-from weenv.plugin.snapshotter.daemon import until_stopped
-from weenv.plugin.snapshotter.metrics import MetricsEndpoint
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref.cache import MappingCache
 from weenv.registry.groupref.resolve import Resolver, node_policy

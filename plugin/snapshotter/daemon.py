@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import gc
 import logging
 import os
-import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 from weenv.core.aio import Background
-from weenv.core.errors import ConfigError, WeenvError
+from weenv.core.endpoint import MetricsEndpoint
+from weenv.core.errors import WeenvError
+from weenv.core.process import only_instance, until_stopped
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.metastore import Metastore
-from weenv.plugin.snapshotter.metrics import Metrics, MetricsEndpoint
+from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.rpc import listen, make_server
 from weenv.plugin.snapshotter.service import LazyLayers, NoLazyLayers, Snapshotter
 
@@ -30,26 +29,6 @@ _CHECKPOINT = 30.0
 _STOP_GRACE = 5.0
 _SPARES = 256
 """Snapshot directories kept ready: a burst of as many containers waits for no mkdir, which on ext4 may take 0.3 ms each."""
-
-
-@contextlib.contextmanager
-def only_instance(root: str) -> Iterator[None]:
-    """Hold ``<root>/lock``. Raises :class:`ConfigError` where another process does."""
-    os.makedirs(root, mode=0o711, exist_ok=True)
-    fd = os.open(os.path.join(root, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-            raise ConfigError(
-                f"another snapshotter (pid {holder or 'unknown'}) serves {root}", hint="stop it, or choose another root"
-            ) from error
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
-        yield
-    finally:
-        os.close(fd)
 
 
 class _Sweeper:
@@ -102,9 +81,9 @@ async def _lazy_layers(
 async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None = None) -> None:
     """Serve until SIGTERM, SIGINT or cancellation. ``ready`` is called once requests are answered.
 
-    Raises :class:`ConfigError`, :class:`~weenv.core.errors.StorageError`.
+    Raises :class:`~weenv.core.errors.ConfigError`, :class:`~weenv.core.errors.StorageError`.
     """
-    with only_instance(config.root):
+    with only_instance(config.root, "snapshotter"):
         metrics = Metrics()
         async with contextlib.AsyncExitStack() as stack:
             store = Metastore(os.path.join(config.root, "metastore.db"))
@@ -130,28 +109,3 @@ async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None =
                 ready()
             await until_stopped()
             log.info("stopping; mounts and data stay")
-
-
-def settle() -> None:
-    """Take modules and tables out of garbage collection, which stops everybody each time it goes through them.
-
-    For a process that does nothing but serve; called when it is ready.
-    """
-    gc.collect()
-    gc.freeze()
-
-
-async def until_stopped() -> None:
-    """Wait for SIGTERM or SIGINT."""
-    loop = asyncio.get_running_loop()
-    stop = asyncio.Event()
-    installed = []
-    for number in (signal.SIGTERM, signal.SIGINT):
-        with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: tests cancel instead
-            loop.add_signal_handler(number, stop.set)
-            installed.append(number)
-    try:
-        await stop.wait()
-    finally:
-        for number in installed:
-            loop.remove_signal_handler(number)

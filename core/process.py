@@ -1,0 +1,58 @@
+"""What every daemon does: be the only one, wait for its end, keep out of the garbage collector's way."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import gc
+import os
+import signal
+from collections.abc import Iterator
+
+from weenv.core.errors import ConfigError
+
+
+@contextlib.contextmanager
+def only_instance(root: str, what: str) -> Iterator[None]:
+    """Hold ``<root>/lock``. Raises :class:`ConfigError` where another process does; ``what`` is what it is called then."""
+    os.makedirs(root, mode=0o711, exist_ok=True)
+    fd = os.open(os.path.join(root, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+            raise ConfigError(
+                f"another {what} (pid {holder or 'unknown'}) serves {root}", hint="stop it, or choose another root"
+            ) from error
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+        yield
+    finally:
+        os.close(fd)
+
+
+def settle() -> None:
+    """Take modules and tables out of garbage collection, which stops everybody each time it goes through them.
+
+    For a process that does nothing but serve; called when it is ready.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+async def until_stopped() -> None:
+    """Wait for SIGTERM or SIGINT."""
+    loop = asyncio.get_running_loop()
+    stop = asyncio.Event()
+    installed = []
+    for number in (signal.SIGTERM, signal.SIGINT):
+        with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: tests cancel instead
+            loop.add_signal_handler(number, stop.set)
+            installed.append(number)
+    try:
+        await stop.wait()
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)

@@ -333,7 +333,7 @@ class ReadAhead:
     def _program(self, low: int, high: int, frame: int) -> list[int]:
         """The block around ``frame``, four times as large with every new frame asked for; what follows it first."""
         touched = self._touched[low] = self._touched.get(low, 0) + 1
-        size = _PROGRAM_BLOCK ** min(touched, 12)
+        size = min(_PROGRAM_BLOCK**touched, self._block_max) if touched < 12 else self._block_max
         block = low + (frame - low) // size * size
         return self._wanted(frame, min(block + size, high)) + self._wanted(block, frame)
 

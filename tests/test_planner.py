@@ -200,7 +200,7 @@ def test_a_program_is_here_after_a_few_misses_wherever_they_are() -> None:
     order = random.Random(3).sample(range(50, 950), 300)
     for frame in order:
         reader.read(frame)
-    assert reader.misses <= 12
+    assert reader.misses <= 18  # blocks have a limit: 900 frames are 15 of them
     assert not any(reader.states[:50])
     assert not any(reader.states[950:])
 

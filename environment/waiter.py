@@ -6,8 +6,8 @@ the end of its time. The program is some 400 bytes and is shown to the container
 Alone, it ignores SIGCHLD, so that the kernel reaps what is orphaned (sigaction(2)), ends with status 0 on SIGTERM and
 SIGINT, and waits. With arguments ``PATH ARG0 ...`` it becomes the reaper of its descendants (prctl(2),
 PR_SET_CHILD_SUBREAPER), runs PATH as a child and ends as that does: with its status, or 128 + n for signal n; 127 and
-126 where it cannot be executed. While it lives, whatever the command forks, sessions and daemons too, has it for an
-ancestor.
+126 where it cannot be executed, 126 where it cannot be forked. While it lives, whatever the command forks, sessions and
+daemons too, has it for an ancestor.
 
 ELF: System V gABI, chapters 4 and 5. System call numbers: arch/x86/entry/syscalls/syscall_64.tbl and
 include/uapi/asm-generic/unistd.h. Instructions: Intel SDM volume 2; Arm ARM (DDI 0487) chapter C6.
@@ -108,6 +108,7 @@ def _x86_64() -> tuple[int, bytes]:
     number("be", 1)  # mov esi, 1
     emit("31d24531d24531c0")  # xor edx, edx; xor r10d, r10d; xor r8d, r8d
     call(157)  # prctl
+    sigaction(_SIGCHLD, "default")  # inherited as ignored, it would have the kernel reap the command
     call(57)  # fork
     emit("85c0")  # test eax, eax
     jump("0f84", "child")  # jz
@@ -119,6 +120,8 @@ def _x86_64() -> tuple[int, bytes]:
     emit("488d7424f0")  # lea rsi, [rsp-16]
     emit("31d24531d2")  # xor edx, edx; xor r10d, r10d
     call(61)  # wait4
+    emit("83f8f6")  # cmp eax, -10: ECHILD, there is no command: the fork failed
+    jump("0f84", "lost")  # je
     emit("4439e0")  # cmp eax, r12d
     jump("0f85", "reap")  # jne
     emit("8b7c24f0")  # mov edi, [rsp-16]
@@ -140,6 +143,7 @@ def _x86_64() -> tuple[int, bytes]:
     number("bf", 127)
     emit("83f8fe")  # cmp eax, -2: ENOENT
     jump("0f84", "leave")  # je
+    code.label("lost")
     number("bf", 126)
     jump("e9", "leave")
     # struct kernel_sigaction: handler, flags, restorer, mask. The handler never returns, so any restorer does.
@@ -151,6 +155,8 @@ def _x86_64() -> tuple[int, bytes]:
     code.data += bytes(8)
     code.label("ignore")
     code.data += struct.pack("<QQQQ", 1, 0, 0, 0)
+    code.label("default")
+    code.data += bytes(32)
     return 62, code.link()
 
 
@@ -203,6 +209,7 @@ def _aarch64() -> tuple[int, bytes]:
     for register in range(2, 5):
         move(register, 0)
     call(167)  # prctl
+    sigaction(_SIGCHLD, "default")  # inherited as ignored, it would have the kernel reap the command
     move(0, _SIGCHLD)
     for register in range(1, 5):
         move(register, 0)
@@ -217,6 +224,8 @@ def _aarch64() -> tuple[int, bytes]:
     move(2, 0)
     move(3, 0)
     call(260)  # wait4
+    word(0x3100281F)  # cmn w0, 10: ECHILD, there is no command: the fork failed
+    jump("conditional", 0x54000000, "lost")  # b.eq
     word(0x6B14001F)  # cmp w0, w20
     jump("conditional", 0x54000001, "reap")  # b.ne
     word(0xB85F03E0)  # ldur w0, [sp, -16]
@@ -237,6 +246,7 @@ def _aarch64() -> tuple[int, bytes]:
     word(0x3100081F)  # cmn w0, 2: ENOENT
     move(0, 127)
     jump("conditional", 0x54000000, "leave")  # b.eq
+    code.label("lost")
     move(0, 126)
     jump("b", 0x14000000, "leave")
     # struct kernel_sigaction without restorer: handler, flags, mask
@@ -246,6 +256,8 @@ def _aarch64() -> tuple[int, bytes]:
     code.data += bytes(16)
     code.label("ignore")
     code.data += struct.pack("<QQQ", 1, 0, 0)
+    code.label("default")
+    code.data += bytes(24)
     return 183, code.link()
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -48,6 +50,27 @@ def test_it_ends_as_its_child_does(waiter: str) -> None:
     assert run(waiter, "/bin/sh", "sh", "-c", "exit 255").returncode == 255
     assert run(waiter, "/no/such", "x").returncode == 127
     assert run(waiter, "/etc/passwd", "x").returncode == 126
+
+
+@known
+def test_a_parent_that_ignores_children_does_not_hide_the_command_from_it(waiter: str) -> None:
+    shell = ["/bin/sh", "-c", 'trap "" CHLD; exec "$@"', "sh", waiter, "/bin/sh", "sh", "-c", "exit 7"]
+    assert subprocess.run(shell, timeout=20, check=False).returncode == 7
+
+
+@known
+@pytest.mark.skipif(os.geteuid() != 0, reason="a limit of processes for somebody else")
+def test_it_ends_where_it_cannot_fork() -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        os.chmod(directory, 0o755)
+        path = install(directory)
+
+        def nobody() -> None:
+            resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
+            os.setresgid(65534, 65534, 65534)
+            os.setresuid(65534, 65534, 65534)
+
+        assert subprocess.run([path, "/bin/true", "true"], preexec_fn=nobody, timeout=20, check=False).returncode == 126
 
 
 @known

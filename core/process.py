@@ -14,10 +14,10 @@ from weenv.core.errors import ConfigError
 
 
 @contextlib.contextmanager
-def only_instance(root: str, what: str) -> Iterator[None]:
-    """Hold ``<root>/lock``. Raises :class:`ConfigError` where another process does; ``what`` is what it is called then."""
+def only_instance(root: str, what: str, name: str = "lock") -> Iterator[None]:
+    """Hold ``<root>/<name>``. Raises :class:`ConfigError` where another process does; ``what`` is what it is called then."""
     os.makedirs(root, mode=0o711, exist_ok=True)
-    fd = os.open(os.path.join(root, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    fd = os.open(os.path.join(root, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

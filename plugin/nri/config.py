@@ -19,6 +19,7 @@ from typing import Any
 from weenv.core import settings
 from weenv.core.errors import ConfigError
 from weenv.plugin.nri.model import Bounds, Quota
+from weenv.plugin.nri.serveconfig import ServeConfig
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -184,6 +185,7 @@ class ElasticConfig:
     cpu: CpuRules = field(default_factory=CpuRules)
     memory: MemoryRules = field(default_factory=MemoryRules)
     admission: AdmissionRules = field(default_factory=AdmissionRules)
+    serve: ServeConfig = field(default_factory=ServeConfig)
 
     def __post_init__(self) -> None:
         _within("elastic", self, 0.01, 60.0, "interval")
@@ -210,7 +212,7 @@ class ElasticConfig:
         return Bounds(start, Quota(top_cpu, top_memory), start)
 
 
-SUBTABLES = ("cpu", "memory", "admission")
+SUBTABLES = ("cpu", "memory", "admission", "serve")
 """Tables within ``[elastic]``."""
 
 

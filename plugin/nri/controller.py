@@ -136,10 +136,18 @@ class Controller:
 
     # -- who there is (weenv.plugin.nri.watch.Listener) -----------------------------------------------------------------
 
-    def started(self, found: Found) -> None:
-        """Manage a container from now on: its limits as they are, whoever set them, are where it goes on from."""
+    def started(self, found: Found, *, known: bool = False) -> None:
+        """Manage a container from now on: its limits as they are, whoever set them, are where it goes on from.
+
+        ``known``: said by who knows it better (NRI) than those who may have told of it before.
+        """
         old = self._envs.get(found.key)
         if old is not None and old.found.pid == found.pid:
+            if known and (old.state.bounds, old.state.role) != (found.bounds, found.role):
+                old.found = found
+                old.state = replace(old.state, bounds=found.bounds, role=found.role)
+                self.ledger.adopt(Request(found.key, found.bounds, found.role), old.state.quota)
+                old.resting, self._view = False, None
             return
         try:
             reader = Reader(find(found.pid, inside=found.cgroup))

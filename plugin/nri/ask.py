@@ -1,0 +1,74 @@
+"""Asking the daemon of this node: one JSON object a line, there and back, over its socket. Blocking, and light to import.
+
+Requests have ``op``: ``node`` (what there is and who is managed), ``admit`` (wait for room), ``release``. Answers are what is
+asked for, or have ``error`` and perhaps ``hint``.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from typing import Any
+
+from weenv.core.errors import WeenvError
+
+MAX_LINE = 8 << 20
+"""Bytes of an answer: some ten thousand environments."""
+
+
+class NoDaemon(WeenvError):
+    """Nobody serves this node."""
+
+
+class Denied(WeenvError):
+    """The daemon's answer is an error."""
+
+
+class Asker:
+    """One connection. What :meth:`ask` admitted with ``hold`` is given back when it is closed."""
+
+    def __init__(self, path: str, *, timeout: float | None = 10.0) -> None:
+        self._path = path
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._socket.settimeout(timeout)
+        try:
+            self._socket.connect(path)
+        except OSError as error:
+            self._socket.close()
+            raise NoDaemon(
+                f"nobody serves elastic provisioning at {path}: {error.strerror or error}", hint="weenv elastic serve"
+            ) from error
+        self._rest = b""
+
+    def __enter__(self) -> Asker:
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._socket.close()
+
+    def ask(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:
+        """One request and its answer, within ``timeout`` seconds. Raises Denied, NoDaemon."""
+        try:
+            self._socket.settimeout(timeout)
+            self._socket.sendall(json.dumps({"op": op, **fields}).encode() + b"\n")
+            while b"\n" not in self._rest:
+                data = self._socket.recv(1 << 16)
+                if not data or len(self._rest) > MAX_LINE:
+                    raise NoDaemon(f"the daemon at {self._path} has ended", hint="weenv elastic serve")
+                self._rest += data
+        except OSError as error:
+            raise NoDaemon(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
+        line, _, self._rest = self._rest.partition(b"\n")
+        try:
+            answer = json.loads(line)
+        except ValueError as error:
+            raise NoDaemon(f"what answers at {self._path} is no daemon of ours") from error
+        if not isinstance(answer, dict):
+            raise NoDaemon(f"what answers at {self._path} is no daemon of ours")
+        if "error" in answer:
+            raise Denied(str(answer["error"]), hint=str(answer.get("hint", "")))
+        return answer

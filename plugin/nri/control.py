@@ -1,0 +1,178 @@
+"""The daemon's side of its socket; the requests are those of :mod:`weenv.plugin.nri.ask`.
+
+::
+
+    {"op": "node"}                            -> {"node": {...}, "environments": [{...}, ...]}
+    {"op": "admit", "namespace": "default", "id": "task-17", "cpu": 0.5, "memory": 536870912, "cpu_max": 8,
+     "memory_max": 8589934592, "role": "task", "deadline": 60, "hold": false}   -> {"waited": 0.0}
+    {"op": "release", "namespace": "default", "id": "task-17"}                  -> {}
+
+Only root can connect (0600), and is believed no more than anybody else: lines are bounded, numbers checked, one request of a
+connection is answered at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import math
+import os
+import socket
+import stat
+from typing import Any
+
+from weenv.core.errors import ConfigError, WeenvError
+from weenv.plugin.nri.admission import Request
+from weenv.plugin.nri.controller import Controller
+from weenv.plugin.nri.model import EnvKey, Role
+
+log = logging.getLogger(__name__)
+
+_MAX_REQUEST = 1 << 16
+_MAX_NAME = 256
+_NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
+"""What containerd takes as an identifier (pkg/identifiers/validate.go, v2.1.9), but for the order of separators."""
+
+
+class BadRequest(WeenvError):
+    """A request makes no sense."""
+
+
+class Control:
+    """The socket. ``await start(path)``, ``await close()``."""
+
+    def __init__(self, controller: Controller) -> None:
+        self._controller = controller
+        self._server: asyncio.Server | None = None
+        self._path = ""
+        self._connections: set[asyncio.Task[None]] = set()
+
+    async def start(self, path: str) -> None:
+        """Listen. A socket that a daemon has left behind is replaced. Raises ConfigError."""
+        try:
+            os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(os.lstat(path).st_mode):
+                    raise ConfigError(f"{path} is in the way of the daemon's socket", hint="remove it")
+                if _answers(path):
+                    raise ConfigError(f"another daemon answers at {path}", hint="stop it, or set elastic.serve.socket")
+                os.unlink(path)
+            mask = os.umask(0o177)
+            try:
+                self._server = await asyncio.start_unix_server(self._connected, path, limit=_MAX_REQUEST)
+            finally:
+                os.umask(mask)
+        except OSError as error:
+            raise ConfigError(f"cannot listen on {path}: {error.strerror}", hint="set elastic.serve.socket") from error
+        self._path = path
+
+    async def close(self) -> None:
+        """Stop listening, end all connections; who waits for room is told nothing more."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._connections.add(task)
+        held: set[EnvKey] = set()
+        try:
+            await self._converse(reader, writer, held)
+        except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
+            pass  # it left, or speaks something else
+        except asyncio.CancelledError:
+            pass  # we end
+        finally:
+            for key in held:
+                self._controller.let_go(key)
+            self._connections.discard(task)
+            writer.close()
+
+    async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: set[EnvKey]) -> None:
+        while line := await reader.readline():
+            work = asyncio.ensure_future(self._answer(line, held))
+            # Who waits for room may leave meanwhile: its place in the line is then free at once.
+            gone = asyncio.ensure_future(reader.read(1)) if b'"admit"' in line else None
+            try:
+                if gone is not None:
+                    await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+                    if not work.done():
+                        return
+                answer = await work
+            finally:
+                work.cancel()
+                if gone is not None:
+                    gone.cancel()
+                await asyncio.gather(work, *([gone] if gone is not None else []), return_exceptions=True)
+            writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
+            await writer.drain()
+
+    async def _answer(self, line: bytes, held: set[EnvKey]) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict):
+                raise BadRequest("a request is a JSON object")
+            op = request.get("op")
+            if op == "node":
+                return {"node": self._controller.node(), "environments": self._controller.rows()}
+            if op == "admit":
+                return await self._admit(request, held)
+            if op == "release":
+                key = _key(request)
+                held.discard(key)
+                self._controller.let_go(key)
+                return {}
+            raise BadRequest(f"unknown request {str(op)[:40]!r}")
+        except WeenvError as error:
+            return {"error": error.message, "hint": error.hint}
+        except (ValueError, RecursionError):
+            return {"error": "a request is one line of JSON", "hint": ""}
+
+    async def _admit(self, request: dict[str, Any], held: set[EnvKey]) -> dict[str, Any]:
+        key = _key(request)
+        try:
+            role = Role(request.get("role", "task"))
+        except ValueError as error:
+            raise BadRequest(f"role must be {', '.join(Role)}, not {str(request['role'])[:40]!r}") from error
+        bounds = self._controller.config.bounds(
+            _number(request, "cpu", 0, 1e5), int(_number(request, "memory", 0, 1 << 60)),
+            _number(request, "cpu_max", 0, 1e5), int(_number(request, "memory_max", 0, 1 << 60)),
+        )  # fmt: skip
+        deadline = _number(request, "deadline", 0, 1e6) if request.get("deadline") is not None else None
+        waited = await self._controller.admit(Request(key, bounds, role), deadline)
+        if request.get("hold") is True:
+            self._controller.hold(key)
+            held.add(key)
+        return {"waited": round(waited, 3)}
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+        return True
+
+
+def _key(request: dict[str, Any]) -> EnvKey:
+    names = [request.get("namespace"), request.get("id")]
+    for name in names:
+        if not isinstance(name, str) or not 0 < len(name) <= _MAX_NAME or not set(name) <= _NAMES:
+            raise BadRequest(f"namespace and id must be names as containerd takes them, not {str(name)[:40]!r}")
+    return EnvKey(str(names[0]), str(names[1]))
+
+
+def _number(request: dict[str, Any], name: str, low: float, high: float) -> float:
+    value = request.get(name, 0)
+    if type(value) not in (int, float) or not math.isfinite(value) or not low <= value <= high:
+        raise BadRequest(f"{name} must be a number from {low:g} to {high:g}, not {str(value)[:40]!r}")
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,125 @@
+"""Elastic provisioning as a process: ``await serve(...)``.
+
+Start: lock, journals, controller, its socket, then containerd and NRI are watched; what runs already is managed from the limits
+that it has. Stop (SIGTERM, SIGINT), and ``kill -9`` alike: limits stay as they are, and the next start goes on from them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import resource
+from collections.abc import Callable
+from typing import Any
+
+from weenv.core.endpoint import MetricsEndpoint
+from weenv.core.errors import ConfigError
+from weenv.core.process import only_instance, until_stopped
+from weenv.plugin.containerd.client import Client
+from weenv.plugin.nri.actuate import Actuator, TaskUpdates
+from weenv.plugin.nri.actuators.cri import CriUpdates
+from weenv.plugin.nri.actuators.own import OwnUpdates
+from weenv.plugin.nri.admission import Ledger
+from weenv.plugin.nri.config import ElasticConfig
+from weenv.plugin.nri.control import Control
+from weenv.plugin.nri.controller import Controller
+from weenv.plugin.nri.criquotas import CriQuotas
+from weenv.plugin.nri.journal import DECISIONS, EVENTS, Journal, Kind
+from weenv.plugin.nri.metrics import Metrics
+from weenv.plugin.nri.model import EnvKey, Resources
+from weenv.plugin.nri.nriconfig import NriConfig
+from weenv.plugin.nri.nrihandler import CRI_NAMESPACE
+from weenv.plugin.nri.nriplugin import NriPlugin
+from weenv.plugin.nri.record import Record
+from weenv.plugin.nri.serveconfig import ServeConfig
+from weenv.plugin.nri.watch import Watcher
+
+log = logging.getLogger(__name__)
+
+_WHAT = "daemon of elastic provisioning"
+
+
+class ByNamespace:
+    """CRI's containers through CRI, all others through Tasks.Update."""
+
+    name = "cri"
+
+    def __init__(self, cri: Actuator, others: Actuator) -> None:
+        self._cri = cri
+        self._others = others
+
+    async def apply(self, key: EnvKey, cpu: float | None, memory: int | None, swap: int | None) -> None:
+        """See :class:`weenv.plugin.nri.actuate.Actuator`."""
+        chosen = self._cri if key.namespace == CRI_NAMESPACE else self._others
+        await chosen.apply(key, cpu, memory, swap)
+
+
+def capacity() -> Resources:
+    """CPUs that this process may use, and the machine's memory (proc(5), MemTotal)."""
+    with open("/proc/meminfo") as file:
+        total = next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemTotal:"))
+    return Resources(float(len(os.sched_getaffinity(0))), total)
+
+
+async def serve(
+    elastic: ElasticConfig, config: ServeConfig, nri: NriConfig, *, ready: Callable[[], None] | None = None
+) -> None:
+    """Serve until SIGTERM, SIGINT or cancellation. ``ready`` is called once environments are managed.
+
+    Raises ConfigError, StorageError, and OSError where the journals cannot be written.
+    """
+    if os.geteuid() != 0:
+        raise ConfigError("only root can change limits of containers", hint="start it as root")
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a dozen descriptors an environment
+    async with contextlib.AsyncExitStack() as exits:
+        # One for each containerd, not one for each root: two would undo each other's decisions, whatever files they keep.
+        place, name = os.path.split(os.path.realpath(config.address))
+        exits.enter_context(only_instance(place, _WHAT, f"{name}.weenv-elastic"))
+        exits.enter_context(only_instance(config.root, _WHAT))
+        metrics = Metrics()
+        client = await exits.enter_async_context(Client(config.address))
+        events = Journal(os.path.join(config.root, EVENTS), config.log_bytes)
+        decisions = Journal(os.path.join(config.root, DECISIONS), config.log_bytes)
+        record = Record(events, decisions, metrics, client)
+        exits.push_async_callback(record.close)
+        own = OwnUpdates()
+        tasks = TaskUpdates(client)
+        actuator: Actuator = ByNamespace(CriUpdates(client, own=own), tasks) if config.cri_updates == "cri" else tasks
+        ledger = Ledger(capacity(), elastic.admission)
+        controller = Controller(elastic, ledger, actuator, record, metrics, end=tasks.end)
+        exits.push_async_callback(controller.close)
+        control = Control(controller)
+        await control.start(config.socket)
+        exits.push_async_callback(control.close)
+        if config.metrics_address:
+            exits.callback(MetricsEndpoint(metrics, config.metrics_address).close)
+        watcher = Watcher(client, controller, elastic, namespaces=config.namespaces, only=config.only, every=config.list_every)
+        listed = asyncio.Event()
+        watcher.on_listed = listed.set
+        work = [controller.run(), watcher.run()]
+        if nri.enabled:
+            work.append(NriPlugin(CriQuotas(controller), nri, elastic, own_updates=own).run())
+        running: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
+        exits.push_async_callback(_end, running)
+        record.event(Kind.SERVING)
+        log.info("serving", extra={"socket": config.socket, "containerd": config.address, "nri": nri.enabled})
+        stopped = asyncio.ensure_future(until_stopped())
+        running.append(stopped)
+        first = asyncio.ensure_future(listed.wait())
+        running.append(first)
+        await asyncio.wait([first, *running[: len(work)], stopped], return_when=asyncio.FIRST_COMPLETED)
+        if first.done() and ready is not None:
+            ready()
+        done, _ = await asyncio.wait([*running[: len(work)], stopped], return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()  # none of them ends by itself but by a fault
+        log.info("stopping; limits stay as they are")
+
+
+async def _end(tasks: list[asyncio.Future[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

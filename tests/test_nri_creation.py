@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weenv.plugin.nri.config import ElasticConfig
-from weenv.plugin.nri.creation import RECORD, Asked, asked, record_of, said_by
+from weenv.plugin.nri.creation import RECORD, Asked, asked, record_of, recorded, said_by
 from weenv.plugin.nri.model import Quota, Role
 
 GIB = 1 << 30
@@ -114,6 +114,13 @@ def test_bounds_always_hold(said: dict[str, str], own_cpu: float, own_memory: in
     if not record:
         assert not own_cpu or bounds.ceiling.cpu <= own_cpu
         assert not own_memory or bounds.ceiling.memory <= own_memory
+
+
+def test_what_is_recorded_says_it_all() -> None:
+    first = ask(4.0, 2 * GIB, cpu_start="333m", memory_start="256Mi", memory_max="1Gi", role="evaluation")
+    notes = recorded(first)
+    again = asked(said_by(notes, {"weenv.dev/elastic": "false"}), 0.333, 256 << 20, CONFIG, record=notes[RECORD])
+    assert again == first
 
 
 def test_the_container_speaks_before_its_pod_and_its_image() -> None:

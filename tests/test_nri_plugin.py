@@ -148,19 +148,23 @@ async def test_a_container_starts_with_its_quota_and_is_remembered(tmp_path: Pat
         answer = await create(peer, made)
         found = answer.adjust.linux.resources
         assert (found.cpu.quota.value, found.memory.limit.value, found.memory.swap.value) == (50_000, 256 << 20, 256 << 20)
-        assert dict(answer.adjust.annotations) == {"weenv.dev/ceiling": f"4.000000,{2 * GIB}"}
+        assert dict(answer.adjust.annotations) == {
+            "weenv.dev/ceiling": f"4.000000,{2 * GIB}", "weenv.dev/elastic": "true", "weenv.dev/role": "service",
+            "weenv.dev/cpu.start": "0.500000", "weenv.dev/memory.start": str(256 << 20),
+        }  # fmt: skip
         assert [item.container_id for item in answer.update] == ["old"]  # not itself: the runtime would refuse to create it
         (counts,) = [it.plugin.counts]
         assert (counts.created, counts.adjusted, counts.late, counts.failed) == (1, 1, 0, 0)
 
         # As the runtime describes it afterwards: our quota as its limits, our record of its own.
-        later = container("new", cpu=0.5, memory=256 << 20, cpu_start="500m", memory_start="256Mi", role="service")
-        later.annotations["weenv.dev/ceiling"] = answer.adjust.annotations["weenv.dev/ceiling"]
+        later = container("new", cpu=0.5, memory=256 << 20)
+        later.annotations.update(answer.adjust.annotations)
         peer.close()
         again = await it.runtime.peer()
         await again.start(later)
         (seen,) = it.handler.seen
-        assert seen.asked.bounds.ceiling == Quota(4.0, 2 * GIB) and seen.asked.role is Role.SERVICE
+        assert seen.asked.bounds.ceiling == Quota(4.0, 2 * GIB) and seen.asked.bounds.start == Quota(0.5, 256 << 20)
+        assert seen.managed and seen.asked.role is Role.SERVICE and not seen.asked.complaints
         assert it.plugin.counts.connections == 2
 
 

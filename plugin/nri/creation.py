@@ -92,6 +92,18 @@ def _cores(value: float) -> str:
     return f"{value:g} CPUs"
 
 
+def recorded(found: Asked) -> dict[str, str]:
+    """Annotations of a managed container: it is then known for what it is without its pod, which only NRI shows."""
+    start = found.bounds.start
+    return {
+        RECORD: record_of(found.bounds),
+        labels.ELASTIC: "true",
+        labels.ROLE: found.role.value,
+        labels.CPU_START: f"{start.cpu:.6f}",
+        labels.MEMORY_START: str(start.memory),
+    }
+
+
 def record_of(bounds: Bounds) -> str:
     """The value of :data:`RECORD`; :func:`weenv.plugin.nri.annotations.plan_ceiling` reads it."""
     return f"{bounds.ceiling.cpu:.6f},{bounds.ceiling.memory}"

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weenv.core.errors import ConfigError, FormatError, LimitError, WeenvError
-from weenv.plugin.nri.creation import RECORD, record_of
+from weenv.plugin.nri.creation import recorded
 from weenv.plugin.nri.model import Quota
 from weenv.plugin.nri.nrihandler import Answer, CreationRefused, Seen
 from weenv.plugin.nri.wire import messages
@@ -332,8 +332,7 @@ class Connection:
         top = seen.asked.bounds.ceiling
         quota = Quota(min(answer.quota.cpu, top.cpu), min(answer.quota.memory, top.memory))
         log.info("NRI: %s starts with %g CPUs and %d bytes of memory", seen, quota.cpu, quota.memory)
-        record = {RECORD: record_of(seen.asked.bounds)}
-        return messages.created((quota.cpu, quota.memory), record, others, seen.container.limits)
+        return messages.created((quota.cpu, quota.memory), recorded(seen.asked), others, seen.container.limits)
 
     async def _update(self, call: Call) -> bytes:
         fields = messages.decode("UpdateContainerRequest", call.payload)

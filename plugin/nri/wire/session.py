@@ -98,8 +98,10 @@ class Session:
         timeout = max(0, fields.get("timeout_nano", 0)) / 1e9
         return Call(stream, fields.get("service", ""), fields.get("method", ""), fields.get("payload", b""), timeout)
 
-    def _refuse(self, stream: int, code: Code, text: str) -> None:
+    def _refuse(self, stream: int, code: Code, text: str) -> Call | None:
+        """Answer with an error here; no call to pass on."""
         self._out += ttrpc.encode(mux.PLUGIN, stream, Kind.RESPONSE, ttrpc.response(b"", code, text))
+        return None
 
     def _replied(self, message: ttrpc.Message) -> Reply | None:
         if message.kind != Kind.RESPONSE:

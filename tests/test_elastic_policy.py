@@ -181,8 +181,10 @@ def test_invariants_of_every_decision(bounds: Bounds, story: list[tuple[Move, No
                 # steps, not falls; not within the hold time; not without a comparison
                 assert new >= old * rules.step - 1e-9 or new == getattr(bounds.floor, name)
                 assert forwards
-                assert sample.when - raised.get(name, -math.inf) >= rules.hold
-                assert sample.when - lowered.get(name, -math.inf) >= rules.step_every
+                tight = name == "cpu" and node.free_cpu < CONFIG.cpu.tight_free * node.cpu
+                times = CONFIG.cpu.tight if tight else 1.0
+                assert sample.when - raised.get(name, -math.inf) >= rules.hold * times
+                assert sample.when - lowered.get(name, -math.inf) >= rules.step_every * times
                 lowered[name] = sample.when
             elif new > old:
                 assert new <= old * 4 + 1e-6
@@ -286,6 +288,15 @@ def test_a_shrink_waits_for_calm_and_hold() -> None:
     machine.step(cores=high * 0.5)  # not low: the calm begins again
     for decision in machine.run(CONFIG.cpu.calm_after - 0.4, cores=0.1):
         assert decision.quota is None
+
+
+def test_on_a_tight_node_unused_quota_goes_back_sooner() -> None:
+    machine = Machine()
+    machine.run(3, cores=30)
+    high = machine.state.quota.cpu
+    machine.node = replace(NODE, promised=Quota(120.0, GIB))
+    machine.run(CONFIG.cpu.calm_after * CONFIG.cpu.tight + 0.6, cores=0.1)
+    assert machine.state.quota.cpu == high * CONFIG.cpu.step
 
 
 def test_the_hold_time_is_told() -> None:

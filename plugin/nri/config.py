@@ -60,6 +60,11 @@ class CpuRules:
     """No step down within this time after a step up: a burst that pauses finds its quota still there."""
     step_every: float = 5.0
     """Seconds between two steps down: from 64 cores to 2 takes five steps and some 25 s, in which a returning load is met."""
+    tight_free: float = 0.1
+    """The node is tight where less than this share of its cores is left for raises. A quota that is not used then costs
+    others, and the three times above are multiplied by `tight`."""
+    tight: float = 0.15
+    """The shortest calm is then 1.5 s, seven samples: a pause within one command rarely lasts as long."""
     step: float = 0.5
     """A step down leaves this share of the quota."""
     headroom: float = 1.25
@@ -70,6 +75,7 @@ class CpuRules:
         _within("elastic.cpu", self, 0.0, 100.0, "severe_lost")
         _within("elastic.cpu", self, 0.0, 86400.0, "calm_after", "hold", "step_every")
         _within("elastic.cpu", self, 0.1, 0.95, "step")
+        _within("elastic.cpu", self, 0.0, 1.0, "tight_free", "tight")
         _within("elastic.cpu", self, 1.0, 10.0, "headroom")
         _within("elastic.cpu", self, 0.0, self.step * self.pressed_use, "calm_use")
         if self.severe_throttled < self.pressed_throttled:

@@ -121,7 +121,7 @@ def decide(state: EnvState, sample: Sample, node: NodeView, config: ElasticConfi
     memory_level, killed, growing = _look_memory(last, sample, elapsed, state, config)
     quota, bounds = state.quota, state.bounds
 
-    cpu, cpu_track, cpu_held = _move_cpu(state, cpu_level, cpu_use, elapsed, when, node.free_cpu, config)
+    cpu, cpu_track, cpu_held = _move_cpu(state, cpu_level, cpu_use, elapsed, when, node, config)
     in_use = working_set(sample.memory)
     memory, memory_track, memory_held = _move_memory(state, memory_level, sample, elapsed, node.free_memory, config)
     stuck = memory_level > NONE and memory == quota.memory
@@ -257,19 +257,20 @@ def _at_limit(memory: MemorySample, limit: int, config: ElasticConfig) -> bool:
 
 
 def _move_cpu(
-    state: EnvState, level: int, use: float, elapsed: float, when: float, free: float, config: ElasticConfig
+    state: EnvState, level: int, use: float, elapsed: float, when: float, node: NodeView, config: ElasticConfig
 ) -> tuple[float, Track, bool]:
     """The CPU quota to ask for, what is remembered, and whether a step down is only held back by the time since a change."""
     rules, quota, floor = config.cpu, state.quota.cpu, state.bounds.floor.cpu
     track = _calm(state.cpu, level, use, quota * rules.calm_use, when, elapsed)
-    up = _raised(quota, FACTOR[level], floor, state.bounds.ceiling.cpu, free)
+    up = _raised(quota, FACTOR[level], floor, state.bounds.ceiling.cpu, node.free_cpu)
     if up > quota:
         exact = up in (floor, state.bounds.ceiling.cpu)
         up = up if exact else max(quota, floor, math.floor(up / GRAIN_CPU + 1e-6) / round(1 / GRAIN_CPU))
         return up, Track(when, track.lowered_at, track.pressed_at, None, 0.0), False
     if level or elapsed <= 0 or quota <= floor:
         return quota, track, False
-    due, held = _due(track, when, rules.calm_after, rules.hold, rules.step_every)
+    times = rules.tight if node.free_cpu < rules.tight_free * node.cpu else 1.0
+    due, held = _due(track, when, rules.calm_after * times, rules.hold * times, rules.step_every * times)
     low = max(quota * rules.step, track.peak * rules.headroom)
     low = max(floor, math.ceil(low / GRAIN_CPU - 1e-6) / round(1 / GRAIN_CPU))
     if not due or low > state.bounds.ceiling.cpu or (low * WORTH > quota and low != floor):

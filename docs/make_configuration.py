@@ -14,6 +14,7 @@ from weenv.environment.gateway.config import GatewayConfig
 from weenv.environment.runconfig import RunConfig
 from weenv.plugin.nri.config import AdmissionRules, CpuRules, ElasticConfig, MemoryRules
 from weenv.plugin.nri.nriconfig import NriConfig
+from weenv.plugin.nri.serveconfig import ServeConfig
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, FillConfig
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.registry.config import RegistryConfig
@@ -44,6 +45,7 @@ TABLES: list[tuple[str, type[Any], set[str], str]] = [
     ),
     ("elastic.memory", MemoryRules, set(), "When memory limits move. Shares are of the limit; use means the working set."),
     ("elastic.admission", AdmissionRules, set(), "What may be promised to whom. Shares are of the node."),
+    ("elastic.serve", ServeConfig, set(), "The daemon, `weenv elastic serve`."),
     ("nri", NriConfig, set(), "The NRI plugin, of `weenv elastic serve` or by itself ([elastic.md](elastic.md))."),
 ]
 

@@ -506,7 +506,7 @@ def test_nonsense_is_named(table: dict[str, object], named: str) -> None:
 
 
 def test_settings_are_read() -> None:
-    config = from_tables({"elastic": {"start_cpu": 1, "cpu": {"hold": 3}, "memory": {"brake": 0}}})
+    config = from_tables({"elastic": {"serve": {"root": "/x"}, "start_cpu": 1, "cpu": {"hold": 3}, "memory": {"brake": 0}}})
     assert (config.start_cpu, config.cpu.hold, config.memory.brake) == (1.0, 3.0, 0.0)
     assert config.cpu == CpuRules(hold=3.0)
     assert config.memory == MemoryRules(brake=0.0)

@@ -223,8 +223,14 @@ SUBTABLES = ("cpu", "memory", "admission", "serve")
 
 
 def from_tables(tables: dict[str, Any], **overrides: Any) -> ElasticConfig:
-    """The ``[elastic]`` table of a configuration file; overrides that are not None win. Raises :class:`ConfigError`."""
-    return settings.build(ElasticConfig, tables.get("elastic", {}), "elastic", **overrides)
+    """The ``[elastic]`` table of a configuration file; overrides that are not None win. Raises :class:`ConfigError`.
+
+    ``[elastic.serve]`` within it is weenv.plugin.nri.serveconfig's.
+    """
+    raw = tables.get("elastic", {})
+    if isinstance(raw, dict):
+        raw = {name: value for name, value in raw.items() if name != "serve"}
+    return settings.build(ElasticConfig, raw, "elastic", **overrides)
 
 
 def without_brake(config: ElasticConfig) -> ElasticConfig:

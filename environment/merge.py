@@ -3,7 +3,7 @@
 Going up the stack: variables of ``Env`` override, those that are search paths are joined (the upper group's directories
 first); ``WorkingDir``, ``StopSignal`` and ``Shell`` are the topmost that is set; an ``Entrypoint`` also drops the ``Cmd``
 below it, as a build does; ``Labels``, ``ExposedPorts`` and ``Volumes`` are united. ``User`` must not be set to different
-values by two groups unless the plan says which. The plan comes last.
+values by two groups unless the plan says which. The plan comes last; its ``resources`` become labels, which runtimes hand on.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from weenv.core.errors import FormatError
-from weenv.environment.model import Plan
+from weenv.environment.model import Plan, Resources
+from weenv.plugin.nri import labels
 from weenv.registry.groupref.model import ResolvedGroup
 
 SEARCH_PATHS = frozenset(
@@ -80,6 +81,15 @@ def _table(config: dict[str, Any], name: str, where: str) -> dict[str, Any]:
     return found
 
 
+def resource_labels(given: Resources) -> dict[str, str]:
+    """A plan's resources as labels: CRI and others give them to containers, where elastic provisioning finds them."""
+    amounts = {
+        labels.CPU_START: given.cpu.start, labels.CPU_MAX: given.cpu.ceiling,
+        labels.MEMORY_START: given.memory.start, labels.MEMORY_MAX: given.memory.ceiling,
+    }  # fmt: skip
+    return {name: f"{value:.6f}".rstrip("0").rstrip(".") for name, value in amounts.items() if value}
+
+
 def merge_configs(plan: Plan, groups: Sequence[ResolvedGroup]) -> dict[str, Any]:
     """The ``config`` object of the composed image. Raises ConflictError, FormatError naming the group."""
     env: dict[str, str] = {}
@@ -119,7 +129,7 @@ def merge_configs(plan: Plan, groups: Sequence[ResolvedGroup]) -> dict[str, Any]
     if own.cmd is not None:
         cmd = list(own.cmd) or None
     merged: dict[str, Any] = {"Env": [f"{name}={value}" for name, value in env.items()]}
-    tables["Labels"].update(own.labels)
+    tables["Labels"].update(resource_labels(plan.resources) | own.labels)
     merged |= {field: dict(sorted(table.items())) for field, table in tables.items() if table}
     single["WorkingDir"] = own.workdir or single["WorkingDir"]
     merged |= {field: value for field, value in single.items() if value}

@@ -13,8 +13,11 @@ from weenv.core.digest import chain_id, sha256
 from weenv.core.errors import FormatError, LimitError
 from weenv.environment.compose import compose_image
 from weenv.environment.merge import ConflictError, join_paths, merge_configs, platform_of
-from weenv.environment.model import Plan, PlanConfig
+from weenv.environment.model import Amount, Plan, PlanConfig, Resources
 from weenv.layer.verify import SOURCE_ANNOTATION, LayerDescriptor
+from weenv.plugin.nri.config import ElasticConfig
+from weenv.plugin.nri.creation import asked, said_by
+from weenv.plugin.nri.model import Quota
 from weenv.registry.groupref.model import LayerRef, ResolvedGroup
 from weenv.registry.manifest import OCI_LAYER_ZSTD, Manifest, parse_config, parse_manifest
 
@@ -48,6 +51,22 @@ def test_variables_override_and_search_paths_join() -> None:
         env={"A": "3", "PATH": "/mine", "PYTHONPATH": "/p"},
     )
     assert env_of(config) == {"PATH": "/mine:/opt/b/bin:/usr/bin:/bin", "A": "3", "B": "2", "PYTHONPATH": "/p:/b"}
+
+
+def test_resources_become_labels_that_creation_reads() -> None:
+    given = Resources(Amount(0.5, 8.0), Amount(512 << 20, 8 << 30))
+    low = group("a", Labels={"weenv.dev/cpu.max": "64", "x": "1"})
+    found = merge_configs(Plan("p", (), resources=given), [low])["Labels"]
+    assert found == {
+        "x": "1", "weenv.dev/cpu.start": "0.5", "weenv.dev/cpu.max": "8",
+        "weenv.dev/memory.start": "536870912", "weenv.dev/memory.max": "8589934592",
+    }  # fmt: skip
+    bounds = asked(said_by(found), 0.0, 0, ElasticConfig()).bounds
+    assert bounds.start == Quota(0.5, 512 << 20) and bounds.ceiling == Quota(8.0, 8 << 30)
+    own = PlanConfig(labels={"weenv.dev/cpu.max": "4"})
+    half = merge_configs(Plan("p", (), config=own, resources=Resources(cpu=Amount(ceiling=1 / 3))), [group("a")])["Labels"]
+    assert half == {"weenv.dev/cpu.max": "4"}
+    assert "Labels" not in merged(group("a"))
 
 
 def test_there_is_always_a_path() -> None:

@@ -1,7 +1,7 @@
 """A private containerd of either line, and ``ctr`` to talk to it.
 
 Everything it has lies under one directory of ours: root, state, sockets, runc's state, CNI and registry configuration.
-NRI is off (its default socket belongs to a containerd that may be running), AppArmor too. The directory's path must be
+NRI is off unless asked for, AppArmor too. The directory's path must be
 short, because unix socket paths end at 107 bytes.
 """
 
@@ -61,7 +61,8 @@ class Containerd:
     """A running containerd; a context manager. ``line`` is ``1.7`` or ``2.1``; ``home`` a directory of its own.
 
     ``registry`` (``host:port``, plain HTTP) is configured for CRI and the transfer service; ``snapshotter`` is what CRI
-    uses. ``close`` ends every container, shim and mount that it left.
+    uses; ``nri`` turns NRI on, with a socket and directories of its own. ``close`` ends every container, shim and mount
+    that it left.
     """
 
     def __init__(
@@ -72,12 +73,17 @@ class Containerd:
         registry: str,
         proxies: Sequence[Proxy] = (),
         snapshotter: str = "overlayfs",
+        nri: bool = False,
     ) -> None:
         self.line = line
         self.home = home
         self.registry = registry
         self.proxies = tuple(proxies)
         self.snapshotter = snapshotter
+        self.nri = nri
+        self.nri_socket = os.path.join(home, "nri.sock")
+        self.nri_plugins = os.path.join(home, "nri", "plugins")
+        self.nri_config = os.path.join(home, "nri", "conf.d")
         self.root = os.path.join(home, "root")
         self.state = os.path.join(home, "state")
         self.socket = os.path.join(home, "c.sock")
@@ -102,6 +108,8 @@ class Containerd:
         """Write the configuration, start the daemon, wait until it answers. Raises Failed."""
         for folder in ("", "root", "state", "runc", "cni/bin", "cni/conf", "opt", f"hosts/{self.registry}"):
             os.makedirs(os.path.join(self.home, folder), exist_ok=True)
+        os.makedirs(self.nri_plugins, exist_ok=True)
+        os.makedirs(self.nri_config, exist_ok=True)
         with open(os.path.join(self.hosts, self.registry, "hosts.toml"), "w") as file:
             url = f"http://{self.registry}"
             file.write(f'server = "{url}"\n[host."{url}"]\ncapabilities = ["pull", "resolve"]\n')
@@ -190,7 +198,8 @@ class Containerd:
             text += f"[proxy_plugins.{proxy.name}.exports]\nroot = {q(proxy.root)}\n"
             text += "enable_remote_snapshot_annotations = 'true'\n"
         text += f"[plugins.'io.containerd.internal.v1.opt']\npath = {q(os.path.join(self.home, 'opt'))}\n"
-        text += "[plugins.'io.containerd.nri.v1.nri']\ndisable = true\n"
+        text += f"[plugins.'io.containerd.nri.v1.nri']\ndisable = {q(not self.nri)}\nsocket_path = {q(self.nri_socket)}\n"
+        text += f"plugin_path = {q(self.nri_plugins)}\nplugin_config_path = {q(self.nri_config)}\n"
         sandbox = q(f"{self.registry}/{PAUSE}")
         plugins = q(os.path.join(self.home, "cni/bin"))
         cni = f"bin_dir = {plugins}\n" if self.line == "1.7" else f"bin_dirs = [{plugins}]\n"

@@ -6,7 +6,7 @@ Field numbers are those of kubernetes/cri-api v0.34.0, pkg/apis/runtime/v1/api.p
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -55,13 +55,23 @@ SCHEMA = Schema(
             "metadata": (1, "PodSandboxMetadata"),
             "hostname": (2, "string"),
             "log_directory": (3, "string"),
+            "annotations": (7, "map<string,string>"),
             "linux": (8, "LinuxPodSandboxConfig"),
         },
         "RunPodSandboxRequest": {"config": (1, "PodSandboxConfig"), "runtime_handler": (2, "string")},
         "PodSandboxId": {"pod_sandbox_id": (1, "string")},
         "ContainerMetadata": {"name": (1, "string"), "attempt": (2, "uint32")},
         "LinuxContainerSecurityContext": {"namespace_options": (3, "NamespaceOption")},
-        "LinuxContainerConfig": {"security_context": (2, "LinuxContainerSecurityContext")},
+        "LinuxContainerResources": {
+            "cpu_period": (1, "int64"),
+            "cpu_quota": (2, "int64"),
+            "memory_limit_in_bytes": (4, "int64"),
+        },
+        "LinuxContainerConfig": {
+            "resources": (1, "LinuxContainerResources"),
+            "security_context": (2, "LinuxContainerSecurityContext"),
+        },
+        "UpdateContainerResourcesRequest": {"container_id": (1, "string"), "linux": (2, "LinuxContainerResources")},
         "ContainerConfig": {
             "metadata": (1, "ContainerMetadata"),
             "image": (2, "ImageSpec"),
@@ -80,6 +90,14 @@ SCHEMA = Schema(
         "StopContainerRequest": {"container_id": (1, "string"), "timeout": (2, "int64")},
     },
 )
+
+
+def resources(cpu: float, memory: int) -> Any:
+    """LinuxContainerResources; what is 0 is left out."""
+    made = SCHEMA["LinuxContainerResources"](memory_limit_in_bytes=memory)
+    if cpu:
+        made.cpu_period, made.cpu_quota = 100_000, round(cpu * 100_000)
+    return made
 
 
 class Pod:
@@ -141,12 +159,13 @@ class Cri:
 
     # -- pods ---------------------------------------------------------------------------------------------------
 
-    def run_pod(self, name: str) -> Pod:
+    def run_pod(self, name: str, annotations: Mapping[str, str] | None = None) -> Pod:
         """RunPodSandbox with the node's network."""
         unique = f"weenv-{name}-{secrets.token_hex(4)}"
         options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
         config = SCHEMA["PodSandboxConfig"](
             metadata=SCHEMA["PodSandboxMetadata"](name=unique, uid=unique, namespace="weenv-test"),
+            annotations=dict(annotations or {}),
             linux=SCHEMA["LinuxPodSandboxConfig"](
                 cgroup_parent=f"/{self._cgroup}/{unique}",  # kubelet would make and remove it
                 security_context=SCHEMA["LinuxSandboxSecurityContext"](namespace_options=options),
@@ -155,8 +174,8 @@ class Cri:
         answer = self._call("RuntimeService", "RunPodSandbox", SCHEMA["RunPodSandboxRequest"](config=config), "PodSandboxId")
         return Pod(answer.pod_sandbox_id, config)
 
-    def start_container(self, pod: Pod, ref: str, *command: str) -> str:
-        """CreateContainer and StartContainer; the container's id."""
+    def start_container(self, pod: Pod, ref: str, *command: str, cpu: float = 0.0, memory: int = 0) -> str:
+        """CreateContainer and StartContainer; the container's id. ``cpu`` (cores) and ``memory`` (bytes): limits; 0: none."""
         options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
         config = SCHEMA["ContainerConfig"](
             metadata=SCHEMA["ContainerMetadata"](name=f"c-{secrets.token_hex(4)}"),
@@ -166,10 +185,16 @@ class Cri:
                 security_context=SCHEMA["LinuxContainerSecurityContext"](namespace_options=options)
             ),
         )
+        config.linux.resources.MergeFrom(resources(cpu, memory))
         request = SCHEMA["CreateContainerRequest"](pod_sandbox_id=pod.id, config=config, sandbox_config=pod.config)
         identity = str(self._call("RuntimeService", "CreateContainer", request, "ContainerId").container_id)
         self._call("RuntimeService", "StartContainer", SCHEMA["ContainerId"](container_id=identity))
         return identity
+
+    def update(self, container: str, *, cpu: float = 0.0, memory: int = 0) -> None:
+        """UpdateContainerResources; 0 leaves a limit as it is."""
+        request = SCHEMA["UpdateContainerResourcesRequest"](container_id=container, linux=resources(cpu, memory))
+        self._call("RuntimeService", "UpdateContainerResources", request)
 
     def exec(self, container: str, command: Sequence[str], timeout: int = 60) -> str:
         """ExecSync; its standard output. Raises Failed where it exits non-zero."""

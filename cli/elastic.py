@@ -9,6 +9,7 @@ from weenv.cli.main import LazyGroup
 
 _LAZY = {
     "serve": ("weenv.cli.elastic:serve", "Move the CPU and memory limits of running environments until SIGTERM or SIGINT."),
+    "replay": ("weenv.cli.replay:replay", "Run demand through policy and admission, against other ways to set quotas."),
     "trace": ("weenv.cli.trace:trace", "Show, or draw, an environment's quota against its use."),
 }
 

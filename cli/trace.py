@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from weenv.cli import render
+from weenv.cli import figure, render
 from weenv.cli.daemons import CONFIG
 from weenv.cli.top import matches, parse_ago
 from weenv.core.errors import WeenvError
@@ -112,13 +112,8 @@ def trace(config_path: str, since: float, log_path: str | None, plot: str | None
 
 def draw(name: str, shown: list[Point], target: str) -> None:
     """Two panels, CPU and memory: use as an area, the quota as steps above it. Raises WeenvError."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise WeenvError("drawing needs matplotlib", hint="pip install 'weenv[plot]', or leave --plot out") from error
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    figure.suptitle(render.plain(name))
-    cpu, memory = figure.subplots(2, 1, sharex=True)
+    drawing = figure.new(render.plain(name), 8, 5)
+    cpu, memory = drawing.subplots(2, 1, sharex=True)
     at = [point.at for point in shown]
     cpu.fill_between(at, [point.cpu for point in shown], step="pre", alpha=0.4, label="used")
     cpu.step(at, [point.quota_cpu for point in shown], where="pre", color="tab:red", label="quota")
@@ -132,7 +127,4 @@ def draw(name: str, shown: list[Point], target: str) -> None:
         panel.set_ylim(bottom=0)
         panel.grid(alpha=0.3)
         panel.legend(loc="upper left", fontsize="small")
-    try:
-        figure.savefig(target, dpi=120)
-    except ValueError as error:
-        raise WeenvError(f"cannot draw {target}: {error}", hint="name a file that ends in .png, .svg or .pdf") from error
+    figure.save(drawing, target)

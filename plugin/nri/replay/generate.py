@@ -155,16 +155,26 @@ def mixed(seed: int, count: int, *, heavy: float = 0.1) -> list[Trace]:
     return made
 
 
-SETS: dict[str, Callable[[], list[Trace]]] = {
-    "published": lambda: published(20261129, 2000),
-    "published-small": lambda: published(7, 200, spread=60.0),
-    "bursts": lambda: burst_only(47, 400),
-    "mixed": lambda: mixed(8968, 100),
-}
-"""Named sets; ``weenv elastic replay @NAME``."""
-ABOUT = {
-    "published": "2 000 tasks over 300 s and their evaluations, the published quantiles, 2 % rise 47x within a second",
-    "published-small": "200 tasks over 60 s and their evaluations",
-    "bursts": "400 tasks over 120 s, all of which rise 47x within a second",
-    "mixed": "100 tasks, ten of them from the upper tenth of the distribution, the others of at most one core",
-}
+@dataclass(frozen=True, slots=True)
+class NamedSet:
+    """Demand that anybody can make again."""
+
+    about: str
+    nodes: int
+    """Nodes of 128 cores and 1 TiB that it is meant for."""
+    make: Callable[[], list[Trace]]
+
+
+SETS: dict[str, NamedSet] = {
+    "mixed": NamedSet(
+        "100 tasks, ten of them from the upper tenth of the distribution, the others of at most one core", 1,
+        lambda: mixed(8968, 100),
+    ),
+    "bursts": NamedSet("400 tasks over 120 s, all of which rise 47x within a second", 4, lambda: burst_only(47, 400)),
+    "published": NamedSet(
+        "2 000 tasks over 300 s and their evaluations: the published quantiles, 2 % rise 47x within a second", 8,
+        lambda: published(20261129, 2000),
+    ),
+    "published-small": NamedSet("200 tasks over 60 s and their evaluations", 1, lambda: published(7, 200, spread=60.0)),
+}  # fmt: skip
+"""Named sets, for ``weenv elastic replay @NAME``."""

@@ -307,7 +307,7 @@ class Node:
     def _note(self, now: float) -> None:
         """One element of the curves."""
         use = self.use
-        use.when.append(now)
+        use.when.append(float(round(now)))
         use.used.append(float(self._used))
         use.promised.append(self.ledger.promised.cpu)
         use.memory.append(float(self.memory.sum()))

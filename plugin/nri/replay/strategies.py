@@ -214,8 +214,9 @@ class VpaLike:
         """Never: nothing is above its start."""
 
 
-def named(config: ElasticConfig) -> dict[str, Callable[[], Strategy]]:
-    """All strategies of the report, by name, in its order."""
+def named(config: ElasticConfig, cores: float) -> dict[str, Callable[[], Strategy]]:
+    """All strategies of the report, by name, in its order, for nodes of so many cores."""
+    rules = config.admission
     median = Quota(generate.MEDIAN_CPU, int(generate.P99_MEMORY))
     most = Quota(min(generate.P99_CPU, config.ceiling_cpu), int(generate.P99_MEMORY))
     return {
@@ -223,6 +224,7 @@ def named(config: ElasticConfig) -> dict[str, Callable[[], Strategy]]:
         "fixed-p99": lambda: Fixed(most),
         "vpa-like": lambda: VpaLike(config),
         "elastic": lambda: Elastic(config),
+        "elastic-x2": lambda: Elastic(replace(config, admission=replace(rules, cpu=2 * (rules.cpu or cores)))),
         "oracle": lambda: Oracle(config),
     }
 
@@ -232,5 +234,6 @@ ABOUT = {
     "fixed-p99": "what the 99th percentile needs for everybody: 64 cores and 7 GiB",
     "vpa-like": "90th percentile of all use so far plus 15 %, once a minute",
     "elastic": "policy and admission of this configuration",
+    "elastic-x2": "the same, with twice the cores to promise (elastic.admission.cpu)",
     "oracle": "exactly what is wanted, at every moment, within ceiling and node",
 }

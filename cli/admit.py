@@ -28,6 +28,10 @@ def _size(_ctx: click.Context, _parameter: click.Parameter, text: str | None) ->
     return value
 
 
+def _waiting() -> None:
+    click.echo("this node has no room yet, waiting", err=True)
+
+
 @click.command(context_settings={"allow_interspersed_args": False})
 @CONFIG
 @click.option("--cpu", callback=_cores, metavar="CORES", help="To start with.  [default: elastic.start_cpu]")
@@ -63,7 +67,7 @@ def admit(
         raise click.UsageError("--for takes NAMESPACE/ID, as in default/job-1")
     with Asker(from_tables(read_tables(config_path)).socket) as asker:
         answer = asker.ask(
-            "admit", timeout=None, namespace=namespace, id=name, cpu=cpu, memory=memory, cpu_max=cpu_max,
+            "admit", waiting=_waiting, namespace=namespace, id=name, cpu=cpu, memory=memory, cpu_max=cpu_max,
             memory_max=memory_max, role=role, deadline=deadline, hold=bool(words),
         )  # fmt: skip
         if not words:

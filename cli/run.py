@@ -96,6 +96,7 @@ def _leave(status: int) -> NoReturn:
 @click.option("--init", is_flag=True, help="Run the command beside a first process that reaps orphans.")
 @click.option("--idle", is_flag=True, help="With -d: only wait for weenv exec, whatever the image's command is.")
 @click.option("--runtime", metavar="NAME|PATH", help="containerd runtime, or OCI runtime program.  [default: run.runtime]")
+@click.option("--role", type=click.Choice(["task", "evaluation", "service"]), help="What it is for, where the node is elastic.")
 @click.option("--name", default="", help="Its name.  [default: made from the plan's]")
 @node_options
 @click.argument("target", metavar="PLAN|IMAGE")
@@ -215,7 +216,12 @@ def _lazy(row: dict[str, Any]) -> str:
 
 
 def _status(row: dict[str, Any]) -> str:
-    return f"{row['status']} ({row['exit_status']})" if row["status"] == "stopped" else str(row["status"])
+    if row["status"] != "stopped":
+        return str(row["status"])
+    why = "" if row["reason"] in ("completed", "failed") else f", {row['reason']}"
+    from weenv.cli import render
+
+    return render.escape(f"{row['status']} ({row['exit_status']}{why})")
 
 
 @click.command()

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from weenv.core.errors import WeenvError
-from weenv.environment import accounts, orphans, owner
+from weenv.environment import accounts, admission, orphans, owner
 from weenv.environment.images import prepare
 from weenv.environment.model import Plan
 from weenv.environment.node import Node
@@ -147,7 +147,9 @@ async def start(
     This process owns it: removes it, or hands it over. Whatever fails, nothing is left. Raises WeenvError.
     """
     container = name or new_id(ready.plan or ready.name.rpartition("/")[2].partition(":")[0])
-    labels = labels_of(ready)
+    labels = labels_of(ready, options)
+    asked = options
+    options = await _admitted(node, ready, asked, container)
     options = completed(node.config, ready, options, container)
     text = user_text(ready, options)
     user = accounts.remembered(node.directory, ready.chain, text)
@@ -160,6 +162,7 @@ async def start(
     try:
         await node.containers.create(entry)
     except ContainerdError as error:
+        await asyncio.to_thread(admission.give_back, node.config, ready, asked, container)
         if error.code == "ALREADY_EXISTS":
             raise WeenvError(f"there is an environment {container!r} already", hint=f"weenv rm {container}") from error
         raise
@@ -189,8 +192,30 @@ async def start(
         if opened is not None:
             opened.close()
         await to_the_end(remove(node, container))
+        await to_the_end(asyncio.to_thread(admission.give_back, node.config, ready, asked, container))
         raise
     return Started(entry, pid)
+
+
+async def _admitted(node: Node, ready: Ready, options: Options, container: str) -> Options:
+    """Wait for room on the node, in a thread; where that is cancelled, the place in its line is given up."""
+    if not admission.is_elastic(ready, options):
+        return options
+    connections: list[Any] = []
+    work = asyncio.ensure_future(
+        asyncio.to_thread(
+            admission.admit, node.config, ready, options, container, say=node.say, opened=connections.append
+        )
+    )
+    try:
+        return await asyncio.shield(work)
+    except asyncio.CancelledError:
+        while not work.done():
+            for connection in connections:
+                connection.shut()
+            await asyncio.wait([work], timeout=0.05)
+        work.exception()
+        raise
 
 
 async def hand_over(node: Node, made: Started, *, remove_at_end: bool) -> None:

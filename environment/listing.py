@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from weenv.core.errors import WeenvError
@@ -17,12 +17,13 @@ from weenv.environment.notlazy import LABEL as NOT_LAZY
 from weenv.environment.notlazy import from_label
 from weenv.environment.record import LABEL
 from weenv.plugin.containerd.runtime import Status
+from weenv.plugin.nri.labels import ENDED, OOM_KILLS
 
 _CHUNK = 1 << 18
 
 
 async def rows(node: Node, *, everything: bool) -> list[dict[str, Any]]:
-    """Environments, the newest first: name, plan, image, status, pid, exit_status, age (seconds), command,
+    """Environments, the newest first: name, plan, image, status, pid, exit_status, reason, age (seconds), command,
     not_lazy (groups, see notlazy.py; empty where all is lazy), labels."""
     containers = await node.containers.find(f'labels."{LABEL}"')
     tasks = {process.container or process.id: process for process in await node.tasks.list_all()}
@@ -41,6 +42,7 @@ async def rows(node: Node, *, everything: bool) -> list[dict[str, Any]]:
                 "status": status.name.lower() if process is not None else "no task",
                 "pid": process.pid if process is not None and status is not Status.STOPPED else 0,
                 "exit_status": process.exit_status if process is not None and status is Status.STOPPED else None,
+                "reason": reason(status, process.exit_status if process is not None else 0, item.labels),
                 "age": max(0.0, time.time() - item.created / 1e9),
                 "command": list(spec.get("args") or ()) if isinstance(spec, dict) else [],
                 "not_lazy": [group.to_json() for group in from_label(item.labels.get(NOT_LAZY, ""))],
@@ -48,6 +50,20 @@ async def rows(node: Node, *, everything: bool) -> list[dict[str, Any]]:
             }
         )
     return found
+
+
+def reason(status: Status, exit_status: int, labels: Mapping[str, str]) -> str:
+    """Why an environment ended: ``completed``, ``failed``, ``oom-kernel``, ``oom-emergency`` or ``starved`` (journal.Cause).
+
+    Empty while it runs. The last three are known where the node's elastic daemon has seen them.
+    """
+    if status is not Status.STOPPED:
+        return ""
+    if labels.get(ENDED):
+        return labels[ENDED]
+    if exit_status and labels.get(OOM_KILLS):
+        return "oom-kernel"
+    return "failed" if exit_status else "completed"
 
 
 async def logs(node: Node, environment: str, *, follow: bool) -> None:

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from weenv.core.settings import DEFAULT_CONFIG
-from weenv.environment import accounts, owner, recall
+from weenv.environment import accounts, admission, owner, recall
 from weenv.environment.outlet import AT_MOST, HURRY, LAST, Outlet
 from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
 from weenv.environment.record import LABEL_RM, completed, labels_of, new_id, spec_of, user_text
@@ -112,29 +112,35 @@ def run(argv: Sequence[str]) -> int | None:
     if ready is None or ready.runs:
         return None
     container = asked["name"] or new_id(ready.plan)
-    options = completed(config, ready, options_of(asked, asked["command"], config.run.network), container)
-    user = accounts.remembered(config.directory, ready.chain, user_text(ready, options))
+    wanted = options_of(asked, asked["command"], config.run.network)
+    user = accounts.remembered(config.directory, ready.chain, user_text(ready, wanted))
     if user is None:
         return None
+    try:
+        client = QuickClient(config.run.address, config.run.namespace)
+    except QuickError:
+        return None
+    try:
+        options = completed(config, ready, admission.admit(config, ready, wanted, container, say=_say), container)
+    except BaseException:
+        client.close()
+        raise
     message: dict[str, Any] = {
         "id": container,
-        "labels": labels_of(ready),
+        "labels": labels_of(ready, wanted),
         "image": ready.name,
         "runtime": {"name": config.run.shim, **_options(config)},
         "spec": {"type_url": _SPEC, "value": _json(spec_of(config, ready, options, user, container))},
         "snapshotter": config.run.snapshotter,
         "snapshot_key": container,
     }
-    try:
-        client = QuickClient(config.run.address, config.run.namespace)
-    except QuickError:
-        return None
     with _Signals() as signals:
         one = _One(config, client, container, signals)
         try:
             client.call(_CONTAINERS, "Create", "CreateContainerRequest", {"container": message}, "CreateContainerResponse")
         except QuickError as error:
             client.close()
+            admission.give_back(config, ready, wanted, container)
             if error.code in (ALREADY_EXISTS, BROKEN):
                 return signals.status  # said, or tried again, by the ordinary way
             raise
@@ -142,6 +148,9 @@ def run(argv: Sequence[str]) -> int | None:
             _say(ready.notice)
         try:
             status = one.live(ready.chain)
+        except BaseException:
+            admission.give_back(config, ready, wanted, container)
+            raise
         finally:
             one.remove()
             if one.leftovers:

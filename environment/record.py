@@ -8,18 +8,17 @@ from dataclasses import replace
 from typing import Any
 
 from weenv.environment import notlazy, owner, waiter
+from weenv.environment.admission import ceiling, is_elastic
 from weenv.environment.processes import accounts_swap, unified_only
 from weenv.environment.recall import Ready
 from weenv.environment.runconfig import NodeConfig
 from weenv.environment.spec import Limits, Options, build_spec
 from weenv.environment.users import User
+from weenv.plugin.nri.labels import CEILING, ROLE
+from weenv.plugin.nri.labels import ENVIRONMENT as LABEL
 
-LABEL = "dev.weenv.environment"
-"""On every container of ours: the plan's or image's name."""
 LABEL_RM = "dev.weenv.rm"
 """On those to be removed: the owner's mark, or ``-`` for one without owner, at its end. All that are being made have it."""
-LABEL_CEILING = "dev.weenv.ceiling"
-"""``<cores>,<bytes>``: how far a plan lets its environments grow; 0: no limit."""
 
 
 def new_id(name: str) -> str:
@@ -40,11 +39,14 @@ def limits_of(ready: Ready, options: Options) -> Limits:
     )
 
 
-def labels_of(ready: Ready) -> dict[str, str]:
+def labels_of(ready: Ready, options: Options) -> dict[str, str]:
     """The container's labels while this process is its owner."""
     made = {LABEL: ready.plan or ready.name, LABEL_RM: owner.mark()}
-    if ready.plan:
-        made[LABEL_CEILING] = f"{ready.resources.cpu.ceiling:g},{int(ready.resources.memory.ceiling)}"
+    if is_elastic(ready, options):
+        cores, size = ceiling(ready.resources, options)
+        made[CEILING] = f"{cores:g},{size}"
+        if options.role:
+            made[ROLE] = options.role
     if ready.not_lazy:
         made[notlazy.LABEL] = ready.not_lazy
     return made
@@ -68,3 +70,6 @@ def user_text(ready: Ready, options: Options) -> str:
 def spec_of(config: NodeConfig, ready: Ready, options: Options, user: User, container: str) -> Mapping[str, Any]:
     """The specification. Raises WeenvError."""
     return build_spec(ready.config, options, user, cgroup=config.cgroup(container), unified=unified_only())
+
+
+__all__ = ["LABEL", "LABEL_RM", "completed", "labels_of", "limits_of", "new_id", "spec_of", "user_text"]

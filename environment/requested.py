@@ -55,4 +55,5 @@ def options_of(o: Mapping[str, Any], command: Sequence[str], network: str) -> Op
         terminal=o["tty"],
         read_only=o["read_only"],
         new_privileges=not o["no_new_privileges"],
+        role=o.get("role") or "",
     )

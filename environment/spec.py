@@ -84,6 +84,8 @@ class Options:
     oom_score_adj: int | None = None
     shm: int = 64 << 20
     """Bytes of /dev/shm."""
+    role: str = ""
+    """What it is for, as admission orders them: ``task``, ``evaluation`` or ``service``; empty: a task."""
 
 
 def parse_bind(text: str) -> Bind:

@@ -6,8 +6,10 @@ asked for, or have ``error`` and perhaps ``hint``.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from weenv.core.errors import WeenvError
@@ -27,7 +29,7 @@ class Denied(WeenvError):
 class Asker:
     """One connection. What :meth:`ask` admitted with ``hold`` is given back when it is closed."""
 
-    def __init__(self, path: str, *, timeout: float | None = 10.0) -> None:
+    def __init__(self, path: str, *, timeout: float = 10.0) -> None:
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         self._socket.settimeout(timeout)
@@ -50,18 +52,38 @@ class Asker:
         """Close the connection."""
         self._socket.close()
 
-    def ask(self, op: str, *, timeout: float | None = 10.0, **fields: Any) -> dict[str, Any]:
-        """One request and its answer, within ``timeout`` seconds. Raises Denied, NoDaemon."""
+    def shut(self) -> None:
+        """End what another thread waits for."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def ask(
+        self, op: str, *, timeout: float = 10.0, waiting: Callable[[], object] | None = None, **fields: Any
+    ) -> dict[str, Any]:
+        """One request and its answer, within ``timeout`` seconds. Raises Denied, NoDaemon.
+
+        Where the daemon answers in that time that it will take longer, ``waiting`` is called and it is waited for.
+        """
         try:
             self._socket.settimeout(timeout)
             self._socket.sendall(json.dumps({"op": op, **fields}).encode() + b"\n")
-            while b"\n" not in self._rest:
-                data = self._socket.recv(1 << 16)
-                if not data or len(self._rest) > MAX_LINE:
-                    raise NoDaemon(f"the daemon at {self._path} has ended", hint="weenv elastic serve")
-                self._rest += data
+            answer = self._receive()
+            if answer.get("waiting") is True and waiting is not None:
+                waiting()
+                self._socket.settimeout(None)
+                answer = self._receive()
         except OSError as error:
             raise NoDaemon(f"the daemon at {self._path} does not answer: {error.strerror or error}") from error
+        if "error" in answer:
+            raise Denied(str(answer["error"]), hint=str(answer.get("hint", "")))
+        return answer
+
+    def _receive(self) -> dict[str, Any]:
+        while b"\n" not in self._rest:
+            data = self._socket.recv(1 << 16)
+            if not data or len(self._rest) > MAX_LINE:
+                raise NoDaemon(f"the daemon at {self._path} has ended", hint="weenv elastic serve")
+            self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
         try:
             answer = json.loads(line)
@@ -69,6 +91,4 @@ class Asker:
             raise NoDaemon(f"what answers at {self._path} is no daemon of ours") from error
         if not isinstance(answer, dict):
             raise NoDaemon(f"what answers at {self._path} is no daemon of ours")
-        if "error" in answer:
-            raise Denied(str(answer["error"]), hint=str(answer.get("hint", "")))
         return answer

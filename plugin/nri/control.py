@@ -4,7 +4,7 @@
 
     {"op": "node"}                            -> {"node": {...}, "environments": [{...}, ...]}
     {"op": "admit", "namespace": "default", "id": "task-17", "cpu": 0.5, "memory": 536870912, "cpu_max": 8,
-     "memory_max": 8589934592, "role": "task", "deadline": 60, "hold": false}   -> {"waited": 0.0}
+     "memory_max": 8589934592, "role": "task", "deadline": 60, "hold": false}   -> {"waited": 0.0, "start": [0.5, 536870912]}
     {"op": "release", "namespace": "default", "id": "task-17"}                  -> {}
 
 Only root can connect (0600), and is believed no more than anybody else: lines are bounded, numbers checked, one request of a
@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 _MAX_REQUEST = 1 << 16
 _MAX_NAME = 256
+_PATIENCE = 1.0
+"""Seconds after which who waits for room is told so, by a line ``{"waiting": true}`` before the answer."""
 _NAMES = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_.-")
 """What containerd takes as an identifier (pkg/identifiers/validate.go, v2.1.9), but for the order of separators."""
 
@@ -103,7 +105,10 @@ class Control:
             gone = asyncio.ensure_future(reader.read(1)) if b'"admit"' in line else None
             try:
                 if gone is not None:
-                    await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+                    await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED, timeout=_PATIENCE)
+                    if not work.done() and not gone.done():
+                        writer.write(b'{"waiting":true}\n')
+                        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
                     if not work.done():
                         return
                 answer = await work
@@ -147,11 +152,14 @@ class Control:
             _number(request, "cpu_max", 0, 1e5), int(_number(request, "memory_max", 0, 1 << 60)),
         )  # fmt: skip
         deadline = _number(request, "deadline", 0, 1e6) if request.get("deadline") is not None else None
+        start = [bounds.start.cpu, bounds.start.memory]
+        if self._controller.manages(key):  # there is one of that name already: its maker's affair, not a second place
+            return {"waited": 0.0, "start": start}
         waited = await self._controller.admit(Request(key, bounds, role), deadline)
         if request.get("hold") is True:
             self._controller.hold(key)
             held.add(key)
-        return {"waited": round(waited, 3)}
+        return {"waited": round(waited, 3), "start": start}
 
 
 def _answers(path: str) -> bool:

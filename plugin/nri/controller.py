@@ -443,6 +443,10 @@ class Controller:
         self._record.event(Kind.ADMITTED, key, waited=round(waited, 3))
         return waited
 
+    def manages(self, key: EnvKey) -> bool:
+        """Whether it runs and is managed."""
+        return key in self._envs
+
     def hold(self, key: EnvKey) -> None:
         """What was admitted is held by its asker until :meth:`let_go`; no container has to start."""
         self._claims.pop(key, None)

@@ -57,6 +57,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "run": ("weenv.cli.run:run", "Start an environment from a plan or image and run a command in it."),
     "exec": ("weenv.cli.run:exec_", "Run a command in a running environment."),
     "ps": ("weenv.cli.run:ps", "List environments."),
+    "inspect": ("weenv.cli.inspect:inspect", "Print all that is known of an environment, and why it ended."),
     "logs": ("weenv.cli.run:logs", "Print what a detached environment has written."),
     "stop": ("weenv.cli.run:stop", "End environments."),
     "rm": ("weenv.cli.run:rm", "Remove environments."),

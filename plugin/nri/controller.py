@@ -50,7 +50,7 @@ _STARVING = frozenset({Reason.NODE_FULL, Reason.CUT_SHORT})
 
 
 class Controller:
-    """Everything about the environments of one node. ``end`` kills one; ``clock`` is monotonic, in seconds."""
+    """Everything about the environments of one node. ``end`` kills one, ``opened`` finds its cgroup; ``clock`` is monotonic, in seconds."""
 
     def __init__(
         self,
@@ -61,6 +61,7 @@ class Controller:
         metrics: Metrics,
         *,
         end: Callable[[EnvKey], Awaitable[None]],
+        opened: Callable[[Found], Reader] = lambda found: Reader(find(found.pid, inside=found.cgroup)),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
@@ -70,6 +71,7 @@ class Controller:
         self._actuator = actuator
         self._record = record
         self._kill = end
+        self._open = opened
         self._clock = clock
         self._envs: dict[EnvKey, Env] = {}
         self._slots: dict[int, list[Env]] = {}
@@ -150,7 +152,7 @@ class Controller:
                 old.resting, self._view = False, None
             return
         try:
-            reader = Reader(find(found.pid, inside=found.cgroup))
+            reader = self._open(found)
             quota = reader.limits()
         except CgroupGone:
             return

@@ -55,6 +55,8 @@ def test_a_creation_answered() -> None:
     free = SCHEMA["CreateContainerResponse"].FromString(messages.created((0.001, 1), {}, [], Limits()))
     assert free.adjust.linux.resources.cpu.quota.value == messages.MIN_QUOTA
     assert not free.adjust.linux.resources.memory.HasField("swap")
+    bounded = SCHEMA["CreateContainerResponse"].FromString(messages.created((1.0, 5 << 20), {}, [], Limits(), swap=True))
+    assert bounded.adjust.linux.resources.memory.swap.value == 5 << 20
     assert messages.created(None, {}, [], limits) == b""
 
 

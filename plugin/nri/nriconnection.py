@@ -332,7 +332,9 @@ class Connection:
         top = seen.asked.bounds.ceiling
         quota = Quota(min(answer.quota.cpu, top.cpu), min(answer.quota.memory, top.memory))
         log.info("NRI: %s starts with %g CPUs and %d bytes of memory", seen, quota.cpu, quota.memory)
-        return messages.created((quota.cpu, quota.memory), recorded(seen.asked), others, seen.container.limits)
+        return messages.created(
+            (quota.cpu, quota.memory), recorded(seen.asked), others, seen.container.limits, swap=plugin.limits_swap
+        )
 
     async def _update(self, call: Call) -> bytes:
         fields = messages.decode("UpdateContainerRequest", call.payload)

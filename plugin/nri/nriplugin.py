@@ -19,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import random
 import socket
 from collections.abc import Iterable, Sequence
@@ -43,6 +44,8 @@ SOCKET_VARIABLE = "NRI_PLUGIN_SOCKET"
 _UPDATE_TIMEOUT = 10.0
 """Seconds for UpdateContainers: each container takes the runtime some 30 ms."""
 _UPDATES_PER_CALL = 300
+_SWAP_LIMITED = ("/sys/fs/cgroup/memory/memory.memsw.limit_in_bytes", "/sys/fs/cgroup/cgroup.controllers")
+"""One of them exists where memory and swap can be limited together: v1 with accounting of swap, v2."""
 
 
 class NriUnavailable(WeenvError):
@@ -82,6 +85,7 @@ class NriPlugin:
         self.elastic = elastic
         self.own_updates = own_updates or OwnUpdates()
         self.counts = Counts()
+        self.limits_swap = any(map(os.path.exists, _SWAP_LIMITED))
         self.runtime = Runtime()
         """What it said of itself when it last configured us."""
         self.synchronized = asyncio.Event()

@@ -234,16 +234,21 @@ def register(name: str, index: str) -> bytes:
 
 
 def created(
-    quota: tuple[float, int] | None, annotations: Mapping[str, str], others: Iterable[Update], limits: Limits
+    quota: tuple[float, int] | None,
+    annotations: Mapping[str, str],
+    others: Iterable[Update],
+    limits: Limits,
+    *,
+    swap: bool = False,
 ) -> bytes:
     """A CreateContainerResponse: ``quota`` (cores, bytes) for the container, whose own limits are ``limits``.
 
-    Where the container limits memory and swap together, that limit follows the new one: it would otherwise swap what it is
-    not given.
+    Where the container limits memory and swap together, or the machine can (``swap``), that limit is the new one too: it
+    would otherwise swap what it is not given. CRI does the same with limits of its own.
     """
     values: dict[str, Any] = {"update": updates(others)}
     if quota is not None:
-        swap = quota[1] if limits.memory_swap is not None else None
-        made = resources(quota[0], quota[1], period=limits.period, memory_swap=swap)
+        both = quota[1] if swap or limits.memory_swap is not None else None
+        made = resources(quota[0], quota[1], period=limits.period, memory_swap=both)
         values["adjust"] = {"annotations": dict(annotations), "linux": {"resources": made}}
     return encode("CreateContainerResponse", values)

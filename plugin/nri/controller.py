@@ -50,7 +50,7 @@ _STARVING = frozenset({Reason.NODE_FULL, Reason.CUT_SHORT})
 
 
 class Controller:
-    """Everything about the environments of one node. ``end`` kills one, ``opened`` finds its cgroup; ``clock`` is monotonic, in seconds."""
+    """Everything about the environments of one node. ``end`` kills one, ``opened`` opens its cgroup, ``clock`` is monotonic."""
 
     def __init__(
         self,
@@ -168,17 +168,17 @@ class Controller:
         cpu = quota.cpu if quota.cpu <= bounds.ceiling.cpu * 1.01 else bounds.start.cpu
         memory = quota.memory if quota.memory <= bounds.ceiling.memory else bounds.start.memory
         goal = Quota(max(cpu, bounds.start.cpu), max(memory, bounds.start.memory))
-        known = Quota(min(quota.cpu, bounds.ceiling.cpu), min(quota.memory, bounds.ceiling.memory))
+        held = Quota(min(quota.cpu, bounds.ceiling.cpu), min(quota.memory, bounds.ceiling.memory))
         triggers = self._triggers.possible(reader)
-        env = Env(found, reader, begin(bounds, found.role, known, triggers=triggers), now)
+        env = Env(found, reader, begin(bounds, found.role, held, triggers=triggers), now)
         self._envs[found.key] = env
         if triggers:
             env.triggers = self._triggers.add(env)
         self._claims.pop(found.key, None)
-        self.ledger.adopt(Request(found.key, bounds, found.role), known)
+        self.ledger.adopt(Request(found.key, bounds, found.role), held)
         self._view = None
         self._record.event(
-            Kind.MANAGED, found.key, name=found.name, role=found.role.value, quota=[known.cpu, known.memory],
+            Kind.MANAGED, found.key, name=found.name, role=found.role.value, quota=[held.cpu, held.memory],
             start=[bounds.start.cpu, bounds.start.memory], ceiling=[bounds.ceiling.cpu, bounds.ceiling.memory],
         )  # fmt: skip
         self.metrics.environments.set(len(self._envs))

@@ -33,6 +33,7 @@ class Handler(StartingQuotas):
         self.seen: list[Seen] = []
         self.updates: tuple[Update, ...] = ()
         self.instead: Quota | None = None
+        self.quota: Quota | None = None
         self.wanted: list[Limits] = []
         self.act: Callable[[], Awaitable[None]] | None = None
         self.heard = asyncio.Event()
@@ -52,7 +53,7 @@ class Handler(StartingQuotas):
     async def creating(self, seen: Seen) -> Answer:
         await self._note("creating", seen)
         answer = await super().creating(seen)
-        return Answer(answer.quota, self.updates)
+        return Answer(self.quota or answer.quota, self.updates)
 
     async def started(self, seen: Seen) -> None:
         await self._note("started", seen)
@@ -166,6 +167,16 @@ async def test_a_container_starts_with_its_quota_and_is_remembered(tmp_path: Pat
         assert seen.asked.bounds.ceiling == Quota(4.0, 2 * GIB) and seen.asked.bounds.start == Quota(0.5, 256 << 20)
         assert seen.managed and seen.asked.role is Role.SERVICE and not seen.asked.complaints
         assert it.plugin.counts.connections == 2
+
+
+async def test_an_answer_beyond_the_bounds_is_cut(tmp_path: Path) -> None:
+    async with case(tmp_path) as it:
+        peer = await it.runtime.peer()
+        await peer.start()
+        for quota, cpu, memory in ((Quota(99.0, 99 * GIB), 200_000, GIB), (Quota(0.0, 0), 1000, 6 << 20)):
+            it.handler.quota = quota
+            found = (await create(peer, container("a", cpu=2.0, memory=GIB))).adjust.linux.resources
+            assert (found.cpu.quota.value, found.memory.limit.value) == (cpu, memory)
 
 
 async def test_only_what_is_asked_for_is_changed(tmp_path: Path) -> None:
@@ -431,6 +442,22 @@ async def test_updates_at_any_time_only_where_nri_is_free_of_its_deadlock(tmp_pa
         it.handler.act = from_within
         await create(peer, container("b", cpu_start="1"))
         assert it.handler.told[-1] == ("tried", "")
+        later: list[asyncio.Task[list[str]]] = []
+        release = asyncio.Event()
+
+        async def afterwards() -> list[str]:
+            await release.wait()
+            return await it.plugin.update([Update("a", 1.0)])
+
+        async def start_something() -> None:
+            later.append(asyncio.ensure_future(afterwards()))
+
+        it.handler.act = start_something  # what a handler starts may ask once the handler has answered
+        await create(peer, container("c", cpu_start="1"))
+        release.set()
+        stream, _, _ = await peer.take()
+        peer.reply(stream)
+        assert await later[0] == []
         it.handler.act = None
         asked = asyncio.ensure_future(it.plugin.update([Update("a", 1.0)]))
         await peer.take()

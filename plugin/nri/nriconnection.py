@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from weenv.core.errors import ConfigError, FormatError, LimitError, WeenvError
-from weenv.plugin.nri.creation import recorded
+from weenv.plugin.nri.creation import MIN_MEMORY, recorded
 from weenv.plugin.nri.model import Quota
 from weenv.plugin.nri.nrihandler import Answer, CreationRefused, Seen
 from weenv.plugin.nri.wire import messages
@@ -38,8 +38,16 @@ _READ = 1 << 18
 _DRAIN = 10.0
 """Seconds for a runtime that does not read what we answer."""
 
-in_handler: contextvars.ContextVar[bool] = contextvars.ContextVar("weenv_nri_in_handler", default=False)
-"""True within a handler's method: a request to the runtime would wait for itself there."""
+
+class _Question:
+    """A question that the handler is asked; tasks that it starts may outlive it."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+
+_asked: contextvars.ContextVar[_Question | None] = contextvars.ContextVar("weenv_nri_question", default=None)
+"""What the handler is being asked: while that is open, a request to the runtime from there would wait for itself."""
 
 _SILENT = frozenset(
     {
@@ -166,7 +174,8 @@ class Connection:
 
     async def request(self, method: str, payload: bytes, patience: float) -> bytes:
         """Call the runtime. Raises Lost, RuntimeRefused (also after ``patience`` seconds)."""
-        if in_handler.get():
+        question = _asked.get()
+        if question is not None and question.open:
             raise RuntimeRefused(f"{method} from within a handler, for whose answer the runtime waits")
         future: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         try:
@@ -244,8 +253,9 @@ class Connection:
         limit = min(plugin.config.answer_within, plugin.runtime.request_timeout / 2)
         if call.timeout:
             limit = min(limit, call.timeout / 2)
+        question = _Question()
         context = contextvars.copy_context()
-        context.run(in_handler.set, True)
+        context.run(_asked.set, question)
         task = asyncio.get_running_loop().create_task(work, name=f"nri handler of {call.method}", context=context)
         try:
             await asyncio.wait({task}, timeout=limit)
@@ -258,6 +268,7 @@ class Connection:
             log.error("NRI: %s of %s failed, and is let through: %s", call.method, about, error, exc_info=error)
             return None
         finally:
+            question.open = False
             if not task.done():
                 self._late.add(task)
                 task.add_done_callback(self._given_up)
@@ -330,7 +341,9 @@ class Connection:
             return messages.created(None, {}, others, seen.container.limits)
         plugin.counts.adjusted += 1
         top = seen.asked.bounds.ceiling
-        quota = Quota(min(answer.quota.cpu, top.cpu), min(answer.quota.memory, top.memory))
+        # 0 would be no limit at all.
+        memory = max(min(answer.quota.memory, top.memory), min(MIN_MEMORY, top.memory))
+        quota = Quota(min(answer.quota.cpu, top.cpu), memory)
         log.info("NRI: %s starts with %g CPUs and %d bytes of memory", seen, quota.cpu, quota.memory)
         return messages.created(
             (quota.cpu, quota.memory), recorded(seen.asked), others, seen.container.limits, swap=plugin.limits_swap

@@ -172,8 +172,8 @@ def test_invariants_of_every_decision(bounds: Bounds, story: list[tuple[Move, No
         assert bounds.floor.memory <= now.memory <= bounds.ceiling.memory
         assert now.cpu - before.cpu <= node.free_cpu + 1e-6
         assert now.memory - before.memory <= node.free_memory
-        # brake below the limit, and none where nothing releases it
-        assert decision.high is None or decision.high < now.memory < bounds.ceiling.memory
+        # a brake below the limit; none before which a service would stand for ever
+        assert decision.high < now.memory if decision.high is not None else role is Role.SERVICE
         for name in ("cpu", "memory"):
             old, new = getattr(before, name), getattr(now, name)
             rules = getattr(CONFIG, name)
@@ -405,12 +405,40 @@ def test_a_kernel_kill_is_told_and_answered() -> None:
     assert not decision.emergency
 
 
-def test_the_brake_is_off_at_the_ceiling_and_where_nothing_is_left() -> None:
-    machine = Machine()
-    assert machine.step().high == policy.brake(BOUNDS.start, BOUNDS, CONFIG)
+@pytest.mark.parametrize(("role", "last"), [(Role.TASK, 0.97), (Role.EVALUATION, 0.97), (Role.SERVICE, None)])
+def test_the_last_brake_is_nearer_and_not_for_services(role: Role, last: float | None) -> None:
+    machine = Machine(role=role)
+    assert machine.step().high == pytest.approx(0.85 * BOUNDS.start.memory, abs=4096)
     machine.node = NodeView(1, GIB, Quota(1, GIB))
-    assert machine.step(memory=480 * MIB).high is None
-    assert policy.brake(BOUNDS.ceiling, BOUNDS, CONFIG) is None
+    high = machine.step(memory=480 * MIB).high
+    assert high == (None if last is None else pytest.approx(last * BOUNDS.start.memory, abs=4096))
+    high = policy.brake(BOUNDS.ceiling, machine.state, CONFIG)
+    assert high == (None if last is None else pytest.approx(last * BOUNDS.ceiling.memory, abs=4096))
+
+
+def test_without_a_brake_there_is_no_last_one() -> None:
+    config = replace(CONFIG, memory=replace(CONFIG.memory, brake=0.0))
+    assert policy.brake(BOUNDS.ceiling, policy.begin(BOUNDS), config) is None
+
+
+def test_emergency_before_the_kernel_where_growth_foretells_it() -> None:
+    machine = Machine(CONFIG.bounds(ceiling_memory=512 * MIB))
+    ends = [machine.step(memory=(400 + 10 * number) * MIB).emergency for number in range(12)]
+    assert 400 + 10 * ends.index(True) < 512
+
+
+def test_slow_growth_may_fill_its_limit() -> None:
+    """A program that is nearly done, and nearly full, is not ended for what it might want."""
+    machine = Machine(CONFIG.bounds(ceiling_memory=512 * MIB))
+    assert not any(machine.step(memory=(480 * 1024 + 400 * number) * 1024).emergency for number in range(40))
+
+
+def test_an_environment_that_stands_before_the_brake_is_ended() -> None:
+    machine = Machine(CONFIG.bounds(ceiling_memory=512 * MIB))
+    machine.run(1)
+    machine.memory = replace(machine.memory, high=497 * MIB)
+    decisions = [machine.step(memory=499 * MIB, full=0.9) for _ in range(5)]
+    assert any(decision.emergency for decision in decisions)
 
 
 def test_a_clock_that_went_back_begins_anew() -> None:

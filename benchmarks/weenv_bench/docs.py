@@ -50,9 +50,9 @@ measured in the same run on the same machine.
 - **Mutation**: patches of ten lines in 40 files over the benchmark image's repository, each file once (frames fetched),
   then once more with another patch. Bytes as the registry counts them.
 - **weenv run / ctr run**: turns, the same containerd, runc and layers (unpacked for overlayfs on ctr's side).
-- **Elastic quotas, replay**: no container; demand generated from the published quantiles and committed seeds (docs/elastic.md) runs
-  through policy and admission on simulated nodes of 128 cores. Ratios are medians of five sets of 100 tasks; the set that this
-  reproduces in kind went from 8 968 s to 5 988 s.
+- **Elastic quotas, replay**: no container; demand from committed seeds and the published quantiles (docs/elastic.md) runs
+  through policy and admission on simulated nodes of 128 cores. Ratios are medians of five sets of 100 tasks; the
+  published set that they reproduce in kind went from 8 968 s to 5 988 s.
 - **Resolving**: tags of 1 000 manifests and configs of their own in docker-registry, which needs most of the time.
 - **Memory**: proportional set size (`smaps_rollup`) of every process of both daemons; for the converter the peak of
   the process tree.

@@ -1,4 +1,4 @@
-"""Elastic quotas in replay: no container, only demand from committed seeds through policy and admission, on nodes of 128 cores."""
+"""Elastic quotas in replay: demand from committed seeds through policy and admission, on simulated nodes of 128 cores."""
 
 from __future__ import annotations
 

@@ -119,18 +119,35 @@ class MemoryRules:
     brake: float = 0.85
     """On cgroup v2, `memory.high` is put at this share of the limit while the limit is below the ceiling: an environment that
     grows faster than it is sampled is slowed there instead of killed at the limit, and its pressure wakes us. 0: no brake."""
+    last_brake: float = 0.97
+    """The same where nothing is left to give, so that it is ended with its cause told before the kernel kills it. Not for
+    services, which are never ended: they would only hang there."""
     emergency_after: float = 0.4
     """Seconds for which memory must be at its limit, with nothing left to give and growing, before the environment is ended:
     two samples, so that a momentary peak is survived where the kernel allows it."""
+    emergency_horizon: float = 2.0
+    """At its limit: nine tenths of it (`severe_use`) cannot be freed, and it is full, or will be within this many seconds at
+    the rate of the last sample."""
 
     def __post_init__(self) -> None:
         _within("elastic.memory", self, 0.01, 1.0, "pressed_use", "severe_use", "pressed_pressure", "severe_pressure")
-        _within("elastic.memory", self, 0.0, 86400.0, "horizon", "calm_after", "hold", "step_every", "emergency_after")
+        _within(
+            "elastic.memory",
+            self,
+            0.0,
+            86400.0,
+            "horizon",
+            "calm_after",
+            "hold",
+            "step_every",
+            "emergency_after",
+            "emergency_horizon",
+        )
         _within("elastic.memory", self, 0.1, 0.95, "step")
         _within("elastic.memory", self, 1.0, 10.0, "headroom")
         _within("elastic.memory", self, 0.0, 10.0, "margin")
         _within("elastic.memory", self, 0, GIB, "margin_bytes")
-        _within("elastic.memory", self, 0.0, 0.99, "brake")
+        _within("elastic.memory", self, 0.0, 0.99, "brake", "last_brake")
         _within("elastic.memory", self, 0.0, self.step * self.pressed_use, "calm_use")
         if self.severe_use < self.pressed_use:
             raise ConfigError("elastic.memory.severe_use must not be below pressed_use")

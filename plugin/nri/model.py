@@ -219,4 +219,4 @@ class Decision:
     wake_after: float = 0.2
     """Seconds until the next sample is due; pressure triggers may come first."""
     high: int | None = None
-    """``memory.high`` to have in force on cgroup v2, a brake below the limit while there is more to give; None: none."""
+    """``memory.high`` to have in force on cgroup v2, a brake below the limit; None: none."""

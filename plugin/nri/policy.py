@@ -126,7 +126,7 @@ def decide(state: EnvState, sample: Sample, node: NodeView, config: ElasticConfi
     memory, memory_track, memory_held = _move_memory(state, memory_level, sample, elapsed, node.free_memory, config)
     stuck = memory_level > NONE and memory == quota.memory
     full_since, emergency = None, False
-    if stuck and memory_level == SEVERE and _at_limit(sample.memory, quota.memory, config):
+    if stuck and memory_level == SEVERE and _at_limit(last, sample, elapsed, quota.memory, config):
         full_since = when if state.full_since is None else state.full_since
         emergency = growing and state.role is not Role.SERVICE and when - full_since >= config.memory.emergency_after
 
@@ -160,15 +160,21 @@ def decide(state: EnvState, sample: Sample, node: NodeView, config: ElasticConfi
         reason,
         emergency,
         config.idle_interval if idle else config.interval,
-        None if stuck else brake(now, bounds, config),
+        brake(now, state, config, last=stuck),
     )
 
 
-def brake(quota: Quota, bounds: Bounds, config: ElasticConfig) -> int | None:
-    """``memory.high`` that goes with a quota, or None at the ceiling, where nothing would ever release the brake."""
-    if not config.memory.brake or quota.memory >= bounds.ceiling.memory:
+def brake(quota: Quota, state: EnvState, config: ElasticConfig, *, last: bool = False) -> int | None:
+    """``memory.high`` that goes with a quota of an environment; ``last``: there is nothing more to give than that quota.
+
+    None: no brake; a service, which nobody ends, would stand before the last one for ever.
+    """
+    rules = config.memory
+    last = last or quota.memory >= state.bounds.ceiling.memory
+    share = rules.last_brake if last else rules.brake
+    if not rules.brake or not share or (last and state.role is Role.SERVICE):
         return None
-    return int(quota.memory * config.memory.brake) // GRAIN_MEMORY * GRAIN_MEMORY
+    return int(quota.memory * share) // GRAIN_MEMORY * GRAIN_MEMORY
 
 
 # --- looking ------------------------------------------------------------------------------------------------------------
@@ -234,9 +240,9 @@ def _look_memory(
         some = _rate(old.pressure_some_us, now.pressure_some_us, elapsed)
         full = _rate(old.pressure_full_us, now.pressure_full_us, elapsed)
         killed = now.oom_kill > old.oom_kill
-        growing = growth > 0 or now.oom > old.oom or now.max_events > old.max_events
+        growing = growth > 0 or now.max_events > old.max_events or full >= rules.severe_pressure
         if killed or now.oom > old.oom:
-            return SEVERE, killed, growing
+            return SEVERE, killed, True
     at_limit = now.current >= 0.98 * min(limit, now.high)
     if (
         fixed >= rules.severe_use * limit
@@ -248,9 +254,15 @@ def _look_memory(
     return (PRESSED if pressed else NONE), killed, growing
 
 
-def _at_limit(memory: MemorySample, limit: int, config: ElasticConfig) -> bool:
-    """Use that cannot be freed fills the limit."""
-    return unreclaimable(memory) >= config.memory.severe_use * limit and memory.current >= 0.98 * limit
+def _at_limit(last: Sample | None, sample: Sample, elapsed: float, limit: int, config: ElasticConfig) -> bool:
+    """Use that cannot be freed fills the limit (or the brake below it), or is about to."""
+    rules, now = config.memory, sample.memory
+    line = min(limit, now.high)
+    fixed = unreclaimable(now)
+    if fixed < rules.severe_use * line:
+        return False
+    growth = (fixed - unreclaimable(last.memory)) / elapsed if last is not None else 0.0
+    return now.current >= 0.98 * line or fixed + growth * rules.emergency_horizon >= line
 
 
 # --- moving -------------------------------------------------------------------------------------------------------------

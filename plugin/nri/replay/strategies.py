@@ -53,7 +53,7 @@ class Elastic:
         result = node.results[node.result_of[slot]]
         bounds = self.bounds(result.trace, now)
         self._states[slot] = policy.begin(bounds, result.trace.role, triggers=self._triggers)
-        high = policy.brake(bounds.start, bounds, self.config)
+        high = policy.brake(bounds.start, self._states[slot], self.config)
         if high is not None:
             node.high[slot] = high
         # The daemon spreads its looks; so that a set stays reproducible, by the number of the slot.

@@ -22,6 +22,7 @@ from weenv.plugin.containerd.runtime import Tasks
 from weenv.plugin.nri.cgroups import Reader
 from weenv.plugin.nri.config import MemoryRules
 from weenv.plugin.nri.model import UNLIMITED_MEMORY, EnvKey, Quota
+from weenv.plugin.nri.policy import least_memory
 
 PERIOD = 100_000
 """Microseconds of a quota period, the kernel's default (Documentation/scheduler/sched-bwc.rst)."""
@@ -113,11 +114,6 @@ class Outcome:
     quota: Quota
     attempts: int
     refused: str = ""
-
-
-def least_memory(unreclaimable: int, rules: MemoryRules) -> int:
-    """The lowest limit that this use fits under with the margin that the rules ask for, bytes."""
-    return unreclaimable + int(unreclaimable * rules.margin) + rules.margin_bytes
 
 
 def _cores_match(asked: float, found: float) -> bool:

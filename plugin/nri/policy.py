@@ -27,7 +27,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from weenv.plugin.nri.config import ElasticConfig
+from weenv.plugin.nri.config import ElasticConfig, MemoryRules
 from weenv.plugin.nri.model import (
     Bounds,
     CpuSample,
@@ -87,10 +87,9 @@ def working_set(memory: MemorySample) -> int:
     return unreclaimable(memory) + memory.active_file or memory.current
 
 
-def lowest_memory(memory: MemorySample, config: ElasticConfig) -> int:
-    """The lowest limit that is safe now: what cannot be freed plus a margin, in whole pages."""
-    rules = config.memory
-    return _pages_up(unreclaimable(memory) * (1 + rules.margin) + rules.margin_bytes)
+def least_memory(fixed: int, rules: MemoryRules) -> int:
+    """The lowest limit, in whole pages, that so many bytes which cannot be freed fit under with the margin of the rules."""
+    return _pages_up(fixed * (1 + rules.margin) + rules.margin_bytes)
 
 
 def lowest(state: EnvState, config: ElasticConfig) -> Quota:
@@ -101,7 +100,7 @@ def lowest(state: EnvState, config: ElasticConfig) -> Quota:
     start = state.bounds.start
     if state.last is None:
         return Quota(start.cpu, max(start.memory, state.quota.memory))
-    return Quota(start.cpu, max(start.memory, lowest_memory(state.last.memory, config)))
+    return Quota(start.cpu, max(start.memory, least_memory(unreclaimable(state.last.memory), config.memory)))
 
 
 def tier(quota: Quota, bounds: Bounds) -> int:
@@ -305,7 +304,11 @@ def _move_memory(
     if level or elapsed <= 0 or quota <= floor:
         return quota, track, False
     due, held = _due(track, when, rules.calm_after, rules.hold, rules.step_every)
-    low = max(floor, _pages_up(max(quota * rules.step, track.peak * rules.headroom)), lowest_memory(sample.memory, config))
+    low = max(
+        floor,
+        _pages_up(max(quota * rules.step, track.peak * rules.headroom)),
+        least_memory(unreclaimable(sample.memory), rules),
+    )
     if not due or low >= quota or low > state.bounds.ceiling.memory or (low * WORTH > quota and low != floor):
         return quota, track, held
     return low, Track(track.raised_at, when, track.pressed_at, track.calm_since, float(in_use)), False

@@ -476,6 +476,27 @@ def test_only_a_watched_idle_environment_is_left_alone_longer() -> None:
     assert machine.step(cores=0.3).wake_after == CONFIG.interval
 
 
+def test_a_look_right_after_another_says_nothing_about_use_or_growth() -> None:
+    machine = Machine()
+    machine.run(1, cores=0.1)
+    machine.when += 0.005
+    machine.cpu = replace(machine.cpu, usage_s=machine.cpu.usage_s + 0.005)  # one core, for these 5 ms
+    held = machine.memory.anon + 4 * MIB  # 800 MiB a second
+    machine.memory = replace(machine.memory, current=held, anon=held, unreclaimable=held)
+    assert machine.decide().quota is None
+
+
+def test_throttling_seen_right_after_another_look_counts() -> None:
+    machine = Machine()
+    machine.run(1, cores=0.1)
+    machine.when += 0.02
+    machine.cpu = replace(
+        machine.cpu, usage_s=machine.cpu.usage_s + 0.02, nr_periods=machine.cpu.nr_periods + 1,
+        nr_throttled=machine.cpu.nr_throttled + 1, throttled_s=machine.cpu.throttled_s + 0.03,
+    )  # fmt: skip
+    assert machine.decide().reason is Reason.CPU_SEVERE
+
+
 def test_what_was_refused_is_asked_for_again() -> None:
     machine = Machine()
     machine.run(1)

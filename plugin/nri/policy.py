@@ -51,6 +51,10 @@ WORTH = 1.05
 LONG_AGO = 30.0
 """Seconds without a sample after which the calm before is no longer believed: whoever slept (we, the machine) saw nothing."""
 
+LEAST_SPAN = 0.1
+"""Seconds, one quota period: a shorter look after a pressure trigger may fall into the busy part of a period, and says
+nothing about use or growth over time."""
+
 NONE, PRESSED, SEVERE = 0, 1, 2
 FACTOR = (1, 2, 4)
 _CPU_REASONS = (Reason.STEADY, Reason.CPU_PRESSURE, Reason.CPU_SEVERE)
@@ -222,7 +226,7 @@ def _look_cpu(last: Sample | None, now: CpuSample, elapsed: float, state: EnvSta
         or _rate(old.pressure_some_us, now.pressure_some_us, elapsed) >= rules.severe_pressure
     ):
         return SEVERE, use
-    pressed = share >= rules.pressed_throttled or use >= rules.pressed_use * state.quota.cpu
+    pressed = share >= rules.pressed_throttled or (elapsed >= LEAST_SPAN * 0.9 and use >= rules.pressed_use * state.quota.cpu)
     return (PRESSED if pressed else NONE), use
 
 
@@ -235,7 +239,7 @@ def _look_memory(
     killed, growing, some, full, growth = False, False, 0.0, 0.0, 0.0
     if last is not None:
         old = last.memory
-        growth = (in_use - working_set(old)) / elapsed
+        growth = (in_use - working_set(old)) / max(elapsed, LEAST_SPAN)
         some = _rate(old.pressure_some_us, now.pressure_some_us, elapsed)
         full = _rate(old.pressure_full_us, now.pressure_full_us, elapsed)
         killed = now.oom_kill > old.oom_kill
@@ -260,7 +264,7 @@ def _at_limit(last: Sample | None, sample: Sample, elapsed: float, limit: int, c
     fixed = unreclaimable(now)
     if fixed < rules.severe_use * line:
         return False
-    growth = (fixed - unreclaimable(last.memory)) / elapsed if last is not None else 0.0
+    growth = (fixed - unreclaimable(last.memory)) / max(elapsed, LEAST_SPAN) if last is not None else 0.0
     return now.current >= 0.98 * line or fixed + growth * rules.emergency_horizon >= line
 
 

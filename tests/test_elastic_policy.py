@@ -481,7 +481,7 @@ def test_a_look_right_after_another_says_nothing_about_use_or_growth() -> None:
     machine.run(1, cores=0.1)
     machine.when += 0.005
     machine.cpu = replace(machine.cpu, usage_s=machine.cpu.usage_s + 0.005)  # one core, for these 5 ms
-    held = machine.memory.anon + 4 * MIB  # 800 MiB a second
+    held = machine.memory.anon + 8 * MIB  # 1.6 GiB a second
     machine.memory = replace(machine.memory, current=held, anon=held, unreclaimable=held)
     assert machine.decide().quota is None
 

@@ -14,8 +14,8 @@ Environments wait in two lines, evaluation before the others, each in the order 
 a large one is not starved by small ones. :meth:`Ledger.step` is to be called after anything changed and when
 :meth:`Ledger.wake_at` says; it answers who was admitted, who ran out of time, and what is to be taken back for an
 evaluation environment that waits: quota above the start, of those environments first whose last pressure is longest ago,
-never below what they started with, and only where that makes room enough. What must not happen at two places at once,
-and what happens after a restart, is in docs/elastic.md.
+never below what they started with, and only where that makes room enough. What may happen between two calls, and after a
+restart, is in docs/concurrency/ledger.md.
 """
 
 from __future__ import annotations

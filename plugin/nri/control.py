@@ -91,34 +91,50 @@ class Control:
         except (ConnectionError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
             pass  # it left, or speaks something else
         except asyncio.CancelledError:
-            pass  # we end
+            writer.transport.abort()  # we end, whether or not the other side reads
         finally:
             for key in held:
                 self._controller.let_go(key)
             self._connections.discard(task)
             writer.close()
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
 
     async def _converse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, held: set[EnvKey]) -> None:
-        while line := await reader.readline():
+        ahead = b""
+        while line := ahead + await reader.readline():
+            ahead = b""
             work = asyncio.ensure_future(self._answer(line, held))
-            # Who waits for room may leave meanwhile: its place in the line is then free at once.
-            gone = asyncio.ensure_future(reader.read(1)) if b'"admit"' in line else None
+            # Who waits for room may leave meanwhile, and its place in the line is free at once: what comes next is the end
+            # of the connection, or the first byte of the next request.
+            more = asyncio.ensure_future(reader.read(1)) if b'"admit"' in line else None
             try:
-                if gone is not None:
-                    await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED, timeout=_PATIENCE)
-                    if not work.done() and not gone.done():
-                        writer.write(b'{"waiting":true}\n')
-                        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
-                    if not work.done():
+                if more is not None:
+                    ahead = await self._wait_for_room(work, more, writer)
+                    if not work.done() and not ahead:
                         return
                 answer = await work
             finally:
                 work.cancel()
-                if gone is not None:
-                    gone.cancel()
-                await asyncio.gather(work, *([gone] if gone is not None else []), return_exceptions=True)
+                if more is not None:
+                    more.cancel()
+                await asyncio.gather(work, *([more] if more is not None else []), return_exceptions=True)
+            if more is not None and not more.cancelled() and not ahead:
+                ahead = more.result()
             writer.write(json.dumps(answer, separators=(",", ":")).encode() + b"\n")
             await writer.drain()
+
+    @staticmethod
+    async def _wait_for_room(
+        work: asyncio.Future[dict[str, Any]], more: asyncio.Future[bytes], writer: asyncio.StreamWriter
+    ) -> bytes:
+        """Until one of both is there; what came of the connection meanwhile."""
+        both: list[asyncio.Future[Any]] = [work, more]
+        await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED, timeout=_PATIENCE)
+        if not work.done() and not more.done():
+            writer.write(b'{"waiting":true}\n')
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
+        return more.result() if more.done() else b""
 
     async def _answer(self, line: bytes, held: set[EnvKey]) -> dict[str, Any]:
         try:

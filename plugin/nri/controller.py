@@ -45,6 +45,8 @@ CLAIM = 60.0
 """Seconds within which an admitted environment has to start; its room is given away then."""
 _BACK_OFF = 5.0
 """Seconds after which an environment whose cgroup could not be read is tried again."""
+_STARVED_ANEW = 10.0
+"""Seconds without wanting in vain after which doing so is told again."""
 _QUIET = frozenset({Reason.STEADY, Reason.HELD, Reason.FIRST, Reason.CLOCK})
 _STARVING = frozenset({Reason.NODE_FULL, Reason.CUT_SHORT})
 
@@ -311,12 +313,11 @@ class Controller:
 
     def _note(self, env: Env, now: float, sample: Sample, decision: Decision, before: Quota, *, elapsed: float) -> None:
         """Keep what ``weenv top`` and the journals are to show."""
-        starving = decision.reason in _STARVING
-        if starving:
+        if decision.reason in _STARVING:
             env.starved_s += elapsed
-            if not env.starving:
+            if now - env.starving > _STARVED_ANEW:
                 self._record.event(Kind.STARVED, env.key, reason=decision.reason.value, quota=[before.cpu, before.memory])
-        env.starving = starving
+            env.starving = now
         quiet = decision.reason in _QUIET
         if not quiet:
             env.why, env.why_at = decision.reason, now

@@ -45,7 +45,7 @@ class Kind(enum.StrEnum):
     REFUSED = "refused"
     """They could not be changed as asked; ``message``, ``asked``, ``quota`` in force."""
     STARVED = "starved"
-    """It wants more than the node can give, said once per run of it; ``reason``."""
+    """It wants more than the node can give, told again only after it did not for a while; ``reason``."""
     DRIFT = "drift"
     """Somebody else has changed its limits."""
     OOM_KILL = "oom-kill"

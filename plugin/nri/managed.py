@@ -47,7 +47,8 @@ class Env:
         self.tier = 0
         self.why = Reason.FIRST
         self.why_at = now
-        self.starving = False
+        self.starving = -math.inf
+        """When it last wanted more than the node could give."""
         self.starved_s = 0.0
         self.oom_kills = 0
         self.peak = 0

@@ -36,23 +36,34 @@ class Triggers:
         """Whether this machine gives triggers that are faster than sampling; found out with the first environment."""
         if self._possible is None:
             fd = reader.trigger("cpu", STALLS["cpu"], WINDOW)
-            self._possible = fd is not None
+            self._possible = fd is not None and self._register(fd)
             if fd is not None:
+                self._drop(fd)
                 os.close(fd)
         return self._possible
 
-    def add(self, env: Env) -> list[int]:
-        """Set the triggers of an environment; its descriptors, for :meth:`remove`."""
+    def _register(self, fd: int) -> bool:
         if self._epoll is None:
             self._epoll = select.epoll(flags=select.EPOLL_CLOEXEC)
             asyncio.get_running_loop().add_reader(self._epoll.fileno(), self._ready)
+        try:
+            self._epoll.register(fd, select.EPOLLPRI)
+        except OSError:  # EPERM: no file that can be waited for
+            return False
+        return True
+
+    def add(self, env: Env) -> list[int]:
+        """Set the triggers of an environment; its descriptors, for :meth:`remove`."""
         fds = []
         for kind, stall in STALLS.items():
             fd = env.reader.trigger(kind, stall, WINDOW)
-            if fd is not None:
-                self._epoll.register(fd, select.EPOLLPRI)
+            if fd is None:
+                continue
+            if self._register(fd):
                 self._envs[fd] = env
                 fds.append(fd)
+            else:
+                os.close(fd)
         return fds
 
     def remove(self, env: Env) -> None:

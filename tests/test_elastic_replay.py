@@ -270,6 +270,13 @@ def test_idle_time_between_arrivals_costs_nothing() -> None:
     assert len(node.use.when) < 30
 
 
+def test_an_end_is_made_of_what_never_ends() -> None:
+    node = Node(SMALL, fixed(2.0, 3 * GIB))
+    results = node.run([steady("a", seconds=1e8), steady("b")], until=20.0)
+    assert [result.end for result in results] == [End.UNFINISHED, End.UNFINISHED]
+    assert report.summarise("fixed", results, [node]).unfinished == 2
+
+
 def test_a_fleet_keeps_a_task_and_its_evaluation_on_one_node() -> None:
     made = generate.published(5, 12, spread=10.0)
     results, nodes = simulate.fleet(made, 3, LARGE, [ways.Elastic(CONFIG) for _ in range(3)])
@@ -321,6 +328,7 @@ def test_a_quota_for_the_largest_lets_most_wait(mixed: dict[str, tuple[report.Su
 def test_sums_of_a_report_agree(mixed: dict[str, tuple[report.Summary, report.Curves]]) -> None:
     for summary, curve in mixed.values():
         assert summary.done + summary.oom_kills + summary.ended + summary.refused == summary.environments
+        assert summary.unfinished == 0
         assert len(curve.took) == summary.done
         assert curve.took == sorted(curve.took)
         assert sum(curve.took) == pytest.approx(summary.total)

@@ -24,6 +24,8 @@ class Summary:
     """Ended by the policy for memory, cause recorded."""
     refused: int
     """Not admitted within the deadline (or after a task that was not done)."""
+    unfinished: int
+    """Still there when the longest time that is simulated was over."""
     total: float
     """Time of all that were done, from admission to the end, added up."""
     slowest: float
@@ -81,6 +83,7 @@ def summarise(strategy: str, results: list[Result], nodes: list[Node]) -> Summar
         oom_kills=count[End.OOM],
         ended=count[End.ENDED],
         refused=count[End.REFUSED],
+        unfinished=count[End.UNFINISHED],
         total=sum(result.took for result in done),
         slowest=max((result.took for result in done), default=0.0),
         stretch=sum(result.took for result in done) / max(TICK, sum(result.trace.seconds for result in done)),

@@ -31,6 +31,8 @@ from weenv.plugin.nri.replay.traces import Trace
 
 TICK = 0.1
 """Seconds: one quota period."""
+MOST_SECONDS = 30 * 86400.0
+"""Simulated time after which a replay ends, whatever still runs."""
 PAGES = 64 * 4096
 """Bytes that are charged between two sleeps above memory.high (MEMCG_CHARGE_BATCH pages)."""
 DELAY = 64.0
@@ -52,6 +54,8 @@ class End(StrEnum):
     """Ended by the policy, cause recorded."""
     REFUSED = "refused"
     """Never admitted: no room within its deadline, or never enough."""
+    UNFINISHED = "unfinished"
+    """Still running, or waiting, when the simulation was over."""
 
 
 @dataclass(slots=True)
@@ -62,7 +66,7 @@ class Result:
     arrived: float
     admitted: float | None = None
     ended: float | None = None
-    end: End = End.REFUSED
+    end: End = End.UNFINISHED
     lost_quota: float = 0.0
     """Time lost because the CPU quota was too small."""
     lost_node: float = 0.0
@@ -230,8 +234,8 @@ class Node:
 
     # --- time --------------------------------------------------------------------------------------------------------
 
-    def run(self, traces: list[Trace], until: float = 1e7) -> list[Result]:
-        """Everything from the first arrival to the last end. Returns one result for each trace, in their order."""
+    def run(self, traces: list[Trace], until: float = MOST_SECONDS) -> list[Result]:
+        """Everything from the first arrival to the last end, at most ``until``. Returns one result for each trace, in order."""
         arrivals: list[tuple[float, int]] = []
         followers: dict[str, list[int]] = {}
         for number, trace in enumerate(traces):
@@ -291,7 +295,7 @@ class Node:
             self.strategy.taken(self, slot, back.quota, now)
 
     def _refuse(self, number: int, now: float, followers: dict[str, list[int]], arrivals: list[tuple[float, int]]) -> None:
-        self.results[number].ended = now
+        self.results[number].ended, self.results[number].end = now, End.REFUSED
         self._follow(number, now, followers, arrivals)
 
     def _follow(self, number: int, now: float, followers: dict[str, list[int]], arrivals: list[tuple[float, int]]) -> None:
@@ -301,8 +305,8 @@ class Node:
             if result.end is End.DONE:
                 heapq.heappush(arrivals, (now + self.results[follower].trace.arrive, follower))
             else:
-                self.results[follower].arrived = self.results[follower].ended = now
-                self._follow(follower, now, followers, arrivals)
+                self.results[follower].arrived = now
+                self._refuse(follower, now, followers, arrivals)
 
     def _note(self, now: float) -> None:
         """One element of the curves."""

@@ -6,7 +6,7 @@ Kept free of heavy imports: ``weenv run`` reads it to find the daemon's socket.
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from weenv.core import settings
@@ -63,4 +63,4 @@ def from_tables(tables: dict[str, Any], **overrides: Any) -> ServeConfig:
     config = settings.build(ServeConfig, raw, "elastic.serve", **overrides)
     if config.address or not isinstance(run, dict):
         return config
-    return settings.build(ServeConfig, raw, "elastic.serve", **overrides, address=run.get("address") or DEFAULT_ADDRESS)
+    return replace(config, address=run.get("address") or DEFAULT_ADDRESS)

@@ -189,7 +189,7 @@ def read_aheads() -> dict[str, int]:
 async def test_a_complete_layer_is_read_ahead_as_its_disk_is_and_a_lazy_one_is_not(root: str) -> None:
     disk = os.stat(root).st_dev
     try:
-        wanted = min(int(read(f"/sys/class/bdi/{os.major(disk)}:{os.minor(disk)}/read_ahead_kb")), 4096)
+        wanted = min(int(read(f"/sys/class/bdi/{os.major(disk)}:{os.minor(disk)}/read_ahead_kb")), 1024)
     except OSError:
         wanted = 128
     async with stack(root) as s:

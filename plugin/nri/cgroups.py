@@ -147,26 +147,27 @@ def find(pid: int, *, inside: str = "") -> Paths:
 
 
 class _Fields:
-    """Numbers of a file of ``name value`` lines. Their places are found once and only compared afterwards."""
+    """Numbers of a file of ``name value`` lines. Their places are found once: a kernel has the same lines while it runs."""
 
     def __init__(self, *names: str) -> None:
         self._names = [name.encode() for name in names]
+        self._length = -1
         self._places: list[int] = []
 
     def pick(self, data: bytes) -> list[int]:
         """The numbers in the order of the names; 0 for one that the file has not. Raises CgroupUnreadable."""
         words = data.split()
-        places = self._places
+        if len(words) != self._length:
+            index = {word: number for number, word in enumerate(words)}
+            words.append(b"0")
+            self._places = [index[name] + 1 if name in index else -1 for name in self._names]
+            self._length = len(words) - 1
+        else:
+            words.append(b"0")
         try:
-            for name, place in zip(self._names, places, strict=True):
-                if place and words[place - 1] != name:
-                    raise ValueError
-        except (ValueError, IndexError):
-            index = {word: number + 1 for number, word in enumerate(words[::2])}
-            places = self._places = [2 * index[name] - 1 if name in index else 0 for name in self._names]
-        try:
-            return [int(words[place]) if place else 0 for place in places]
+            return [int(words[place]) for place in self._places]
         except (ValueError, IndexError) as error:
+            self._length = -1
             raise CgroupUnreadable(f"a cgroup file is not what it should be: {data[:60]!r}") from error
 
 
@@ -176,7 +177,7 @@ def pressure(data: bytes) -> tuple[int, int | None]:
     try:
         if words[0] != b"some":
             raise ValueError
-        return int(words[4].removeprefix(b"total=")), int(words[9].removeprefix(b"total=")) if len(words) > 9 else None
+        return int(words[4][6:]), int(words[9][6:]) if len(words) > 9 else None  # total=N
     except (ValueError, IndexError) as error:
         raise CgroupUnreadable(f"a pressure file is not what it should be: {data[:60]!r}") from error
 
@@ -208,6 +209,7 @@ class Reader:
         self._split: tuple[float, int, list[int]] = (-math.inf, 0, [0] * 6)
         """When ``memory.stat`` was read, what was charged then, and the parts: see _SPLIT."""
         self._seen = 0
+        self._hits, self._kills = -1, 0
         try:
             if paths.cpu_v1:
                 self._account = self._open(paths.cpuacct, "cpuacct.usage")
@@ -224,7 +226,7 @@ class Reader:
                 self._memory_max = self._open(paths.memory, "memory.limit_in_bytes")
                 self._events = self._open(paths.memory, "memory.oom_control")
                 self._failcnt = self._open(paths.memory, "memory.failcnt")
-                self._event_fields = _Fields("oom_kill", "oom_kill")  # v1 counts nothing else
+                self._event_fields = _Fields("oom_kill")
                 self._stat_fields = _Fields(*(f"total_{name}" if name else "" for name in _SPLIT_V1))
             else:
                 self._current = self._open(paths.memory, "memory.current")
@@ -283,26 +285,22 @@ class Reader:
         for fd in fds:
             os.close(fd)
 
-    def peek(self) -> float | None:
-        """CPU seconds used so far, or None where memory has moved since the last sample. Two small reads."""
+    def peek(self) -> tuple[float, int] | None:
+        """(CPU seconds, throttled periods) so far, or None where memory has moved since the last sample."""
         if self._moved(_number(self._read(self._current)), self._seen):
             return None
-        if self.paths.cpu_v1:
-            return _number(self._read(self._account)) / 1e9
-        return self._cpu_fields.pick(self._read(self._account))[3] / 1e6
+        _, throttled, _, *used = self._cpu_fields.pick(self._read(self._cpu_stat))
+        return (used[0] / 1e6 if used else _number(self._read(self._account)) / 1e9), throttled
 
     def sample(self, now: float, *, whole: bool = False) -> Sample:
         """One look; ``now`` is the monotonic clock. ``whole``: ``memory.stat`` is read in any case."""
         periods, throttled, stalled, *used = self._cpu_fields.pick(self._read(self._cpu_stat))
         if self.paths.cpu_v1:
-            usage_ns, throttled_s = _number(self._read(self._account)), stalled / 1e9
+            usage_s, throttled_s = _number(self._read(self._account)) / 1e9, stalled / 1e9
         else:
-            usage_ns, throttled_s = used[0] * 1000, stalled / 1e6
-        cpu_some: int | None = None
-        if self._cpu_pressure >= 0:
-            cpu_some = pressure(self._read(self._cpu_pressure))[0]
-        cpu = CpuSample(usage_ns / 1e9, periods, throttled, throttled_s, cpu_some)
-        return Sample(now, cpu, self._memory(now, whole))
+            usage_s, throttled_s = used[0] / 1e6, stalled / 1e6
+        some = pressure(self._read(self._cpu_pressure))[0] if self._cpu_pressure >= 0 else None
+        return Sample(now, CpuSample(usage_s, periods, throttled, throttled_s, some), self._memory(now, whole))
 
     def _moved(self, current: int, then: int) -> bool:
         return abs(current - then) * _STAT_MOVED > min(self._quota.memory, then + (16 << 20))
@@ -311,24 +309,39 @@ class Reader:
         current = _number(self._read(self._current))
         limit = self._quota.memory
         when, then, parts = self._split
-        near = current + limit // _STAT_MOVED > limit
-        if whole or near or now - when >= STAT_EVERY or self._moved(current, then):
+        if (
+            whole
+            or now - when >= STAT_EVERY
+            or current + limit // _STAT_MOVED > limit
+            or self._moved(current, then)
+        ):  # fmt: skip
             parts = self._stat_fields.pick(self._read(self._memory_stat))
             self._split = (now, current, parts)
             then = current
+            self._hits = -1  # a machine that is out of memory kills without a limit being hit
         anon, active, inactive, reclaimable, dirty, writeback = parts
         # What came since memory.stat was read is taken for the worst, which is anon.
-        unreclaimable = max(anon, then - active - inactive - reclaimable + dirty + writeback) + max(0, current - then)
-        oom, kills, *more = self._event_fields.pick(self._read(self._events))
-        hits = more[0] if more else _number(self._read(self._failcnt))
+        fixed = max(anon, then - active - inactive - reclaimable + dirty + writeback) + max(0, current - then)
+        hits, oom, kills = self._memory_events()
         some: int | None = None
         full: int | None = None
-        if self._memory_pressure >= 0:
+        # Waiting for memory says something of a limit only where that is near.
+        if self._memory_pressure >= 0 and current * 2 > min(limit, self._high):
             some, full = pressure(self._read(self._memory_pressure))
         self._seen = current
         return MemorySample(
-            current, anon, active, inactive, min(unreclaimable, current), self._high, limit, hits, oom, kills, some, full
-        )
+            current, anon, active, inactive, min(fixed, current), self._high, limit, hits, oom, kills, some, full
+        )  # fmt: skip
+
+    def _memory_events(self) -> tuple[int, int, int]:
+        """(limit hit, reclaim did not help, processes killed), counted since the group was made."""
+        if not self.paths.memory_v1:
+            oom, kills, hits = self._event_fields.pick(self._read(self._events))
+            return hits, oom, kills
+        hits = _number(self._read(self._failcnt))
+        if hits != self._hits:
+            self._hits, self._kills = hits, self._event_fields.pick(self._read(self._events))[0]
+        return hits, self._kills, self._kills  # v1 does not count reclaim in vain
 
     def limits(self) -> Quota:
         """The limits in force, read now: ``inf`` cores and UNLIMITED_MEMORY where there is none."""

@@ -3,8 +3,8 @@ change, keeps the ledger, and writes down what happened.
 
 All state belongs to the event loop; nothing here waits but the changes of limits, which run beside each other, one per
 environment at a time (docs/elastic.md says what may happen between their awaits). Environments are looked at in slots of
-``GRAIN`` seconds, so that hundreds of them cost some ten wake-ups a second. One that rests costs two small reads a look: only
-where CPU was used or memory moved is it sampled and decided on.
+``GRAIN`` seconds, so that hundreds of them cost twenty wake-ups a second. One that rests costs two or three small reads a
+look: only where much CPU was used, some was withheld, or memory moved, is it sampled and decided on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from weenv.plugin.nri.watch import Found
 
 log = logging.getLogger(__name__)
 
-GRAIN = 0.02
-"""Seconds of a slot: a tenth of the sampling interval."""
+GRAIN = 0.05
+"""Seconds of a slot: being woken costs as much as some ten looks."""
+REST_USE = 0.3
+"""Below this share of its quota, unthrottled and at its floor, an environment rests: no rule of the policy says a thing."""
 CHECK_LIMITS = 5.0
 """Seconds between two looks at whether somebody else has changed an environment's limits."""
 CHANGES = 8
@@ -84,6 +86,8 @@ class Controller:
         self._background = Background()
         self._triggers = Triggers(self._pressed)
         self._view: NodeView | None = None
+        self._peeks = self._samples = 0
+        self._counted = -math.inf
         self._admissions: dict[EnvKey, asyncio.Future[None]] = {}
         self._claims: dict[EnvKey, float] = {}
         metrics.capacity.labels("cpu").set(ledger.capacity.cpu)
@@ -100,6 +104,8 @@ class Controller:
             numbers = range(slot, last + 1) if 0 <= last - slot < 50 else sorted(self._slots)
             for number in numbers:
                 due = self._slots.pop(number, ()) if number <= last else ()
+                if due:
+                    self.metrics.lag.observe(max(0.0, self._clock() - number * GRAIN))
                 for env in due:
                     if env.slot == number:
                         self._turn(env, number * GRAIN)
@@ -186,7 +192,7 @@ class Controller:
         self.metrics.environments.set(len(self._envs))
         if goal != quota:
             self._begin_change(env, goal, None, Reason.FIRST)
-        self._plan(env, now + (hash(found.key) % 10) * GRAIN)
+        self._plan(env, now + (hash(found.key) % 4) * GRAIN)
 
     def ended(self, key: EnvKey, status: int | None) -> None:
         """It is over: say why, give its room to others."""
@@ -235,8 +241,8 @@ class Controller:
     def _pressed(self, env: Env) -> None:
         """The kernel says that it waits for something."""
         if not env.gone:
-            env.rested = None
-            self._plan(env, self._clock())
+            env.resting = False
+            self._turn(env, self._clock())
 
     def _turn(self, env: Env, due: float) -> None:
         """One environment's turn; whatever it is, it does not keep the others from theirs."""
@@ -244,7 +250,6 @@ class Controller:
         if env.gone:
             return
         now = self._clock()
-        self.metrics.lag.observe(max(0.0, now - due))
         pause = self.config.interval
         try:
             pause = self._look(env, now)
@@ -267,15 +272,18 @@ class Controller:
     def _look(self, env: Env, now: float) -> float:
         """Seconds until the next look."""
         config = self._plain if env.reader.paths.memory_v1 else self.config
-        if env.resting and now - env.sampled < STAT_EVERY:
+        if env.resting and now - env.sampled < STAT_EVERY and env.state.last is not None:
             since = env.rested[0] if env.rested is not None else env.sampled
-            usage = env.reader.peek()
-            if usage is not None and usage - env.usage <= config.idle_use * (now - since):
-                env.rested, env.usage = (now, usage), usage
-                self.metrics.samples.labels("peek").inc()
-                return env.pause
+            seen = env.reader.peek()
+            if seen is not None:
+                usage, throttled = seen
+                most = REST_USE * env.state.quota.cpu * (now - since)
+                if throttled == env.state.last.cpu.nr_throttled and usage - env.usage <= most:
+                    env.rested, env.usage = (now, usage), usage
+                    self._peeks += 1
+                    return env.pause
         sample = env.reader.sample(now)
-        self.metrics.samples.labels("whole").inc()
+        self._samples += 1
         state = env.state_at_rest()
         last = state.last
         if now - env.checked >= CHECK_LIMITS and env.changing is None:
@@ -460,12 +468,21 @@ class Controller:
             self._release(key)
 
     def _waiting(self, now: float) -> None:
+        if now - self._counted >= 1.0 or now < self._counted:
+            self._counted = now
+            self._count()
         for key in [key for key, until in self._claims.items() if until <= now]:
             log.warning("%s was admitted and has not started within %.0f s: its room is given away", key, CLAIM)
             self._release(key)
         wake = self.ledger.wake_at()
         if wake is not None and wake <= now:
             self._step()
+
+    def _count(self) -> None:
+        """Once a second, since a counter's own lock costs as much as a look."""
+        self.metrics.samples.labels("peek").inc(self._peeks)
+        self.metrics.samples.labels("whole").inc(self._samples)
+        self._peeks = self._samples = 0
         self.metrics.waiting.set(self.ledger.waiting)
         promised = self.ledger.promised
         self.metrics.promised.labels("cpu").set(promised.cpu)

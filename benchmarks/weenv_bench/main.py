@@ -21,7 +21,7 @@ from typing import Any
 from rich.console import Console
 
 from weenv.layer.toc import Toc
-from weenv_bench import daemons, docs, local, parts, prepare, reads, replayparts, report, series, taskparts
+from weenv_bench import daemons, docs, elasticparts, local, parts, prepare, reads, replayparts, report, series, taskparts
 from weenv_bench.image import BenchError, Image, Recipe, build, recipe, say
 from weenv_bench.link import Link
 from weenv_bench.node import FarRegistry, Node
@@ -300,6 +300,8 @@ PARTS: dict[str, Callable[[Bench], list[Row]]] = {
     "mutation": lambda bench: taskparts.mutation(bench.image, bench.converted, bench.tocs),
     "run": lambda bench: taskparts.run(bench.stage, bench.quick),
     "resolve": lambda bench: taskparts.resolve(bench.quick),
+    "elastic": lambda bench: elasticparts.elastic(bench.quick),
+    "elastic-task": lambda bench: elasticparts.task(bench.quick),
     "replay": lambda bench: replayparts.replay(bench.quick),
 }  # fmt: skip
 

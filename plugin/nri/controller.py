@@ -2,7 +2,7 @@
 change, keeps the ledger, and writes down what happened.
 
 All state belongs to the event loop; nothing here waits but the changes of limits, which run beside each other, one per
-environment at a time (docs/elastic.md says what may happen between their awaits). Environments are looked at in slots of
+environment at a time (docs/concurrency/elastic.md). Environments are looked at in slots of
 ``GRAIN`` seconds, so that hundreds of them cost twenty wake-ups a second. One that rests costs two or three small reads a
 look: only where much CPU was used, some was withheld, or memory moved, is it sampled and decided on.
 """
@@ -196,8 +196,12 @@ class Controller:
 
     def ended(self, key: EnvKey, status: int | None) -> None:
         """It is over: say why, give its room to others."""
-        self._record.ended(self._envs.get(key), key, status, self._clock())
         env = self._envs.get(key)
+        if env is not None:
+            # A kill that ended it may be told later than its end; its group mostly still has the counter.
+            with contextlib.suppress(CgroupGone, CgroupUnreadable):
+                self._record.oom_kill(env, key, env.reader.sample(self._clock(), whole=True))
+        self._record.ended(env, key, status, self._clock())
         if env is not None:
             self._forget(env)
         else:

@@ -25,6 +25,7 @@ from weenv.plugin.nri.model import UNLIMITED_MEMORY, Decision, EnvKey, Quota, Sa
 log = logging.getLogger(__name__)
 
 _IDLE_EVERY = 10 * LOOK_EVERY
+_LATE = 256
 _LABEL_WITHIN = 2.0
 """Seconds that a label may take before an emergency goes on without it."""
 
@@ -41,6 +42,8 @@ class Record:
         self._failed: set[str] = set()
         self._kills: dict[EnvKey, int] = {}
         """Kills in containers that are not managed, until they end."""
+        self._late: dict[EnvKey, tuple[int, int | None]] = {}
+        """(kills, exit status) of those that ended last: containerd may tell a kill after the end."""
 
     async def close(self) -> None:
         """Wait for labels that are being written, and close the files."""
@@ -106,6 +109,14 @@ class Record:
 
     def oom_kill(self, env: Env | None, key: EnvKey, sample: Sample | None) -> None:
         """The kernel has killed a process, as the counter or containerd says; once for what both say."""
+        if env is None and key in self._late:
+            kills, status = self._late[key]
+            if not kills and status:
+                self._late[key] = (1, status)
+                self._label(key, {labels.OOM_KILLS: "1", labels.ENDED: Cause.KERNEL_OOM.value}, managed=True)
+                self._metrics.oom.labels("kernel").inc()
+                self.event(Kind.OOM_KILL, key, kills=1, managed=True, late=True)
+            return
         if sample is not None:
             kills = sample.memory.oom_kill
         else:  # the group is gone, or not ours to read: one kill has been told
@@ -146,6 +157,10 @@ class Record:
             return
         last = env.state.last
         why = cause(status, emergency=env.emergency, oom_kills=env.oom_kills, starved_s=env.starved_s, lived_s=now - env.began)
+        self._late.pop(key, None)
+        self._late[key] = (env.oom_kills + int(env.emergency), status)
+        if len(self._late) > _LATE:
+            del self._late[next(iter(self._late))]
         self._metrics.ended.labels(why.value).inc()
         self.event(
             Kind.ENDED, key, name=env.found.name, status=status, cause=why.value, seconds=round(now - env.began, 3),

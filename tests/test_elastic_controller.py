@@ -197,6 +197,23 @@ async def test_kills_by_the_kernel_are_counted_once_and_are_the_cause(node: Node
     }  # fmt: skip
 
 
+async def test_a_kill_that_is_told_after_the_end_is_its_cause_all_the_same(node: Node) -> None:
+    node.add("a")
+    node.end("a", 137)
+    assert node.events("ended")[0]["cause"] == "failed"
+    for _ in range(2):
+        node.controller.killed_for_memory(EnvKey("default", "a"))
+    (event,) = node.events("oom-kill")
+    assert event["late"] and event["env"] == "default/a"
+    group = node.add("b")
+    group.oom_kill = 1  # seen by nobody before its end
+    group.max_events = 1
+    group.write()
+    node.end("b", 137)
+    node.controller.killed_for_memory(EnvKey("default", "b"))
+    assert node.events("ended")[1]["cause"] == "oom-kernel" and len(node.events("oom-kill")) == 2
+
+
 async def test_a_full_node_is_told_from_a_failure(tmp_path: Path) -> None:
     node = Node(tmp_path / "root", config=ElasticConfig(interval=0.04, admission=AdmissionRules(cpu=1, memory=8 << 30)))
     async with node.running():

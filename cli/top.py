@@ -54,6 +54,8 @@ def top(config_path: str, interval: float, sort: str, once: bool, as_json: bool)
 
         console = Console()
         if once or not console.is_terminal:
+            if not console.is_terminal:
+                console.width = 200
             console.print(_view(asker.ask("node"), sort, 1000))
             return
         with Live(console=console, auto_refresh=False, screen=True) as live:
@@ -75,11 +77,11 @@ def _view(answer: dict[str, Any], sort: str, room: int) -> RenderableType:
         f"reserve {reserve[0]:.3g} cores, {render.size(reserve[1])}"
     )
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name, right in (
-        ("environment", False), ("role", False), ("cpu", True), ("quota", True), ("thr", True), ("psi", True),
-        ("memory", True), ("limit", True), ("tier", True), ("last decision", False),
+    for name, least in (
+        ("environment", 0), ("role", 4), ("cpu", 5), ("quota", 5), ("thr", 4), ("psi", 4), ("memory", 8), ("limit", 8),
+        ("tier", 4), ("last decision", 0),
     ):  # fmt: skip
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+        table.add_column(name, justify="right" if least > 4 else "left", no_wrap=True, min_width=least or None)
     for row in rows[:room]:
         pressed = max(row["cpu_pressure"], row["memory_pressure"])
         why = f"{row['why']} {render.seconds(row['why_age'])} ago" + (", changing" if row["changing"] else "")

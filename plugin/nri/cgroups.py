@@ -143,7 +143,20 @@ def find(pid: int, *, inside: str = "") -> Paths:
         if error.errno in _GONE:
             raise CgroupGone(f"process {pid} has ended") from error
         raise CgroupUnreadable(f"cannot read the groups of process {pid}: {error.strerror}") from error
-    return locate(mountinfo, membership, inside=inside)
+    try:
+        return locate(mountinfo, membership, inside=inside)
+    except CgroupUnreadable:
+        if _has_ended(pid):  # what has ended and was not waited for is in the root of every hierarchy
+            raise CgroupGone(f"process {pid} has ended") from None
+        raise
+
+
+def _has_ended(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
+    except (OSError, IndexError):
+        return True
 
 
 class _Fields:

@@ -146,12 +146,31 @@ def test_boosted_quota_is_taken_back_least_recently_pressed_first(ledger: Ledger
     events = ledger.step(40)
     assert events.take_back == (TakeBack("b", Quota(1, GIB)), TakeBack("c", Quota(1, GIB)))
     assert ledger.step(40).take_back == ()  # on its way
-    assert not ledger.promise("b", Quota(8, GIB))
+    assert not ledger.promise("b", Quota(6, 2 * GIB))  # there is memory, but it is on its way down
     ledger.settle("b", Quota(1, GIB))
     assert ledger.step(41).admitted == ()
     ledger.settle("c", Quota(1, GIB))
     assert ledger.step(42).admitted == ("e",)
     assert ledger.promise_of("a").cpu == 6
+
+
+def test_what_is_on_its_way_back_is_counted(ledger: Ledger) -> None:
+    for name in "ab":
+        ledger.ask(task(name), 0)
+        boost(ledger, name, 8, 1, 0)
+    ledger.ask(evaluation("e", 6), 1)
+    assert [back.key for back in ledger.step(1).take_back] == ["a"]
+    assert ledger.step(2).take_back == ()
+
+
+def test_tasks_do_not_take_what_an_evaluation_waits_for(ledger: Ledger) -> None:
+    for name, cpu in (("a", 8), ("b", 4)):
+        ledger.ask(task(name, cpu), 0)
+    assert not ledger.ask(evaluation("e", 10), 1)
+    assert not ledger.ask(task("t"), 2)
+    assert ledger.step(3) == Events()
+    ledger.remove("b")
+    assert ledger.step(4).admitted == ("e",)
 
 
 def test_nothing_is_taken_where_it_would_not_make_room(ledger: Ledger) -> None:
@@ -198,8 +217,8 @@ def test_who_waits_comes_before_raises(ledger: Ledger) -> None:
     assert not ledger.ask(evaluation("e", 5), 1)
     ledger.settle("a", Quota(9, 4 * GIB))
     assert ledger.view().free_cpu == 3  # room for it now
-    ledger.settle("a", Quota(12, 4 * GIB))
-    assert ledger.view().free_cpu == 0
+    ledger.settle("a", Quota(11.5, 4 * GIB))
+    assert ledger.view().free_cpu == 0  # half a core is left beside the reserve, and kept
 
 
 def test_what_runs_already_is_adopted_though_the_node_is_full(ledger: Ledger) -> None:

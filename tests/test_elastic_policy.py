@@ -303,7 +303,10 @@ def test_the_hold_time_is_told() -> None:
     config = replace(CONFIG, cpu=replace(CONFIG.cpu, calm_after=1.0, hold=20.0))
     machine = Machine(config=config)
     machine.run(2, cores=3)
-    assert Reason.HELD in {decision.reason for decision in machine.run(5, cores=0.1)}
+    decisions = machine.run(15, cores=0.1)
+    assert Reason.HELD in {decision.reason for decision in decisions}
+    assert all(decision.quota is None for decision in decisions)
+    assert any(decision.quota is not None for decision in machine.run(8, cores=0.1))
 
 
 def test_a_steady_load_does_not_flap() -> None:
@@ -322,6 +325,14 @@ def test_memory_is_followed_up_and_down() -> None:
     assert machine.state.quota.memory >= 4 * GIB
     machine.run(300, memory=100 * MIB)
     assert machine.state.quota.memory == BOUNDS.start.memory
+
+
+def test_memory_stays_above_what_cannot_be_freed_and_its_margin() -> None:
+    machine = Machine(CONFIG.bounds(start_memory=8 * MIB))
+    machine.state = policy.begin(machine.state.bounds, quota=Quota(0.5, 256 * MIB))
+    machine.run(300, memory=16 * MIB)
+    rules = CONFIG.memory
+    assert machine.state.quota.memory == pytest.approx(16 * MIB * (1 + rules.margin) + rules.margin_bytes, abs=4096)
 
 
 def test_fast_growth_is_severe_long_before_the_limit() -> None:
@@ -450,6 +461,16 @@ def test_a_clock_that_went_back_begins_anew() -> None:
     assert machine.state.quota == quota
     for decision in machine.run(CONFIG.cpu.calm_after - 0.4):
         assert decision.quota is None
+    assert any(decision.quota is not None for decision in machine.run(2))  # times of the old clock hold nothing up
+
+
+@pytest.mark.parametrize("name", ["usage_s", "nr_periods", "nr_throttled", "throttled_s"])
+def test_one_counter_that_went_back_is_enough(name: str) -> None:
+    machine = Machine()
+    machine.run(3, cores=5)
+    machine.cpu = replace(machine.cpu, **{name: getattr(machine.cpu, name) // 2})
+    machine.when += 0.2
+    assert machine.decide().reason is Reason.CLOCK
 
 
 def test_counters_that_went_back_begin_anew() -> None:
@@ -463,6 +484,7 @@ def test_counters_that_went_back_begin_anew() -> None:
 def test_a_gap_without_samples_is_no_calm() -> None:
     machine = Machine()
     machine.run(3, cores=5)
+    machine.run(2, cores=0.1)
     quota = machine.state.quota
     assert machine.step(seconds=3600.0).quota is None
     assert machine.state.quota == quota

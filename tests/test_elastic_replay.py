@@ -111,6 +111,8 @@ def test_a_decision_log_becomes_what_was_wanted(tmp_path: Path) -> None:
         look(2, 6.5, 4.0, 30 * MIB),  # one core used, three more withheld: four were wanted, for a quarter of a second
         look(3, 6.5, 4.0, 30 * MIB),  # idle
         look(4, 1.0, 0.0, 30 * MIB),  # another cgroup
+        look(5, 2.0, 3.0, 30 * MIB),
+        look(6, 2.5, 1.0, 30 * MIB),  # and another one
         {"t": 1e9 + 5, "env": "default/a", "m": "?"},
         look(2.5, 1.0, 0.0, MIB, env="default/once"),
     ]
@@ -121,9 +123,10 @@ def test_a_decision_log_becomes_what_was_wanted(tmp_path: Path) -> None:
         "default/a", Role.EVALUATION, Quota(0.5, 256 * MIB), Quota(8.0, GIB)
     )  # fmt: skip
     assert [(phase.seconds, phase.cpu, phase.memory) for phase in trace.phases] == [
-        (0.0, 0.0, 11 * MIB), (1.0, 0.5, 21 * MIB), (0.25, 4.0, 31 * MIB), (1.0, 0.0, 31 * MIB)
+        (0.0, 0.0, 11 * MIB), (1.0, 0.5, 21 * MIB), (0.25, 4.0, 31 * MIB), (1.0, 0.0, 31 * MIB),
+        (0.25, 4.0, 31 * MIB),
     ]  # fmt: skip
-    assert trace.work == pytest.approx(1.5)
+    assert trace.work == pytest.approx(2.5)
 
 
 def test_a_decision_log_without_two_looks_is_refused(tmp_path: Path) -> None:

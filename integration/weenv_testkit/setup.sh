@@ -47,3 +47,7 @@ if [ "$(cat .venv/weenv-installed 2>/dev/null || true)" != "$wanted" ] || [ ! -x
 fi
 
 "$python" integration/weenv_testkit/fetch_tools.py
+
+# As an installed package has it. Where PYTHONDONTWRITEBYTECODE is set, pip leaves it out too, and every command of the tests and
+# the benchmark would compile thousands of files before it begins.
+.venv/bin/python -m compileall -q -j 0 .venv/lib core layer registry converter plugin environment cli || true

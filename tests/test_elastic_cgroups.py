@@ -142,6 +142,12 @@ def test_a_peek_sees_use_and_memory_that_moves(group: Cgroup, reader: Reader) ->
     group.anon += 64 << 20
     group.write()
     assert reader.peek() is None
+    reader.sample(1.2)
+    assert reader.peek() is not None
+    group.anon = 220 << 20
+    group.write()
+    reader.sample(1.4)
+    assert reader.peek() is None, "near its limit every byte counts"
 
 
 def test_without_pressure_files(tmp_path: Path) -> None:

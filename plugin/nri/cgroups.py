@@ -34,6 +34,8 @@ STAT_EVERY = 2.0
 """Seconds after which ``memory.stat`` is read though nothing calls for it."""
 _STAT_MOVED = 16
 """It is also read where memory has moved by more than one part in so many of the limit, or is within one of it."""
+_PEEK_NEAR = 8
+"""Memory is near its limit when less than one part in so many is left."""
 
 
 class CgroupGone(WeenvError):
@@ -299,8 +301,9 @@ class Reader:
             os.close(fd)
 
     def peek(self) -> tuple[float, int] | None:
-        """(CPU seconds, throttled periods) so far, or None where memory has moved since the last sample."""
-        if self._moved(_number(self._read(self._current)), self._seen):
+        """(CPU seconds, throttled periods) so far; None where memory has moved since the last sample, or is near its limit."""
+        current = _number(self._read(self._current))
+        if self._moved(current, self._seen) or current * _PEEK_NEAR > min(self._quota.memory, self._high) * (_PEEK_NEAR - 1):
             return None
         _, throttled, _, *used = self._cpu_fields.pick(self._read(self._cpu_stat))
         return (used[0] / 1e6 if used else _number(self._read(self._account)) / 1e9), throttled

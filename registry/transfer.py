@@ -179,12 +179,13 @@ def _fail(registry: OrasRegistry, answer: requests.Response, what: str) -> Sourc
 def _pull_manifest(registry: OrasRegistry, reference: Reference) -> tuple[bytes, Descriptor]:
     url = f"{registry.prefix}://{registry.container(reference.repository, reference.target).manifest_url()}"
     failures = 0
+    give_up = time.monotonic() + registry.config.deadline
     while True:
         try:
             with registry.do_request(url, "GET", headers={"Accept": ACCEPT}, stream=True) as answer:
                 if answer.status_code != 200:
                     raise _fail(registry, answer, str(reference))
-                data = answer.raw.read(MAX_MANIFEST + 1)
+                data = _read_small(registry, answer, str(reference), give_up)
             break
         except BROKEN as error:
             failures += 1
@@ -197,6 +198,18 @@ def _pull_manifest(registry: OrasRegistry, reference: Reference) -> tuple[bytes,
         raise VerificationError(f"the manifest has digest {digest}, expected {promised}", member=str(reference))
     media_type = answer.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     return data, Descriptor("" if media_type == "application/json" else media_type, digest, len(data))
+
+
+def _read_small(registry: OrasRegistry, answer: requests.Response, what: str, give_up: float) -> bytes:
+    """Up to a byte more than a manifest may have. Raises UnavailableError at ``give_up`` (monotonic), Cancelled."""
+    data = bytearray()
+    while len(data) <= MAX_MANIFEST and (chunk := answer.raw.read1(BLOCK)):
+        data += chunk
+        if registry.cancel.is_set():
+            raise Cancelled
+        if time.monotonic() > give_up:
+            raise UnavailableError(f"{registry.host} is too slow in serving {what}")
+    return bytes(data)
 
 
 def _wait(registry: OrasRegistry, failures: int, reason: str, retry_after: float | None = None) -> None:
@@ -221,7 +234,7 @@ def _pull_blob(
                 if answer.status_code not in (200, 206):
                     raise _fail(registry, answer, what)
                 skip = position if answer.status_code == 200 else 0  # it ignores Range: read on to where we were
-                while chunk := answer.raw.read(BLOCK):
+                while chunk := answer.raw.read1(BLOCK):  # what has come: who drips bytes must not hold us in one call
                     if registry.cancel.is_set():
                         raise Cancelled
                     if skip:

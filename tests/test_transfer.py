@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import random
 import time
@@ -156,3 +157,46 @@ async def test_netrc_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             await c.transfer.pull_blob(sim.host, "a/b", target, str(tmp_path / "out"))
             await c.has_blob(sim.host, "a/b", target.digest)
         assert all("Authorization" not in s.headers for s in sim.seen)
+
+
+@pytest.mark.parametrize("what", ["blob", "manifest"])
+@pytest.mark.parametrize("ending", ["deadline", "cancelled"])
+async def test_who_drips_bytes_holds_nobody(tmp_path: Path, what: str, ending: str) -> None:
+    """A byte now and then keeps every socket timeout from running out."""
+    begun, gone = asyncio.Event(), asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 900000\r\n\r\n")
+        begun.set()
+        try:
+            while True:
+                writer.write(b"x")
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        except ConnectionError:
+            writer.close()
+            gone.set()
+
+    patient = 0.5 if ending == "deadline" else 600.0
+    config = dataclasses.replace(QUICK, deadline=patient, min_rate=100_000_000)
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    async with server, RegistryClient(config, StaticCredentials({})) as c:
+        host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        if what == "blob":
+            wanted = Descriptor("x", "sha256:" + "0" * 64, 900_000)
+            work = asyncio.ensure_future(c.transfer.pull_blob(host, "a/b", wanted, str(tmp_path / "out")))
+        else:
+            work = asyncio.ensure_future(c.transfer.pull_manifest(parse_reference(f"{host}/a/b:1")))  # type: ignore[arg-type]
+        async with asyncio.timeout(10):
+            if ending == "deadline":
+                with pytest.raises(UnavailableError, match="too slow"):
+                    await work
+            else:
+                await begun.wait()
+                work.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await work
+            await c.close()
+            await gone.wait()
+    assert list(tmp_path.iterdir()) == []

@@ -200,7 +200,10 @@ def test_what_does_not_count_is_named() -> None:
         ("r.example/*", "r.example/a/b", False), ("r.example/**", "r.example/a/b", True), ("**", "x/y", True),
         ("r.example/**", "r.example.evil/a", False), ("r.example/a-*", "r.example/a-1", True),
         ("r.example/**", "evil/r.example/a", False), ("r?example/a", "r.example/a", False), ("oci:/srv/**", "oci:/srv/x", True),
-        ("r.example/a", "r.example/a\n", False),
+        ("r.example/a", "r.example/a\n", False), ("r.example/**", "R.Example/a", True), ("R.example/**", "r.example/a", True),
+        ("r.example/**", "r.example:443/a", True), ("r.example:443/*", "r.example/a", True),
+        ("r.example/**", "r.example:0443/a", True), ("r.example/**", "r.example:5000/a", False),
+        ("r.example:5000/**", "r.example/a", False), ("oci:/srv/a", "oci:/srv/A", False),
     ],
 )  # fmt: skip
 def test_patterns(pattern: str, name: str, covered: bool) -> None:

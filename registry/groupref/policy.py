@@ -157,9 +157,18 @@ def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile("".join({"*": "[^/]*", "**": ".*"}.get(part) or re.escape(part) for part in parts) + r"\Z", re.DOTALL)
 
 
+_PORT = re.compile(r":0*(?:443|80)\Z")
+
+
+def _plainly(name: str) -> str:
+    """A name or pattern with its host in one spelling: hosts have no case, and a default port need not be written."""
+    host, slash, rest = name.partition("/")
+    return name if not slash or host == "oci:" else _PORT.sub("", host.lower()) + slash + rest
+
+
 def matches(pattern: str, name: str) -> bool:
-    """True where a pattern covers a repository's name."""
-    return _compiled(pattern).match(name) is not None
+    """True where a pattern covers a repository's name, however its host is spelt."""
+    return _compiled(_plainly(pattern)).match(_plainly(name)) is not None
 
 
 @dataclass(frozen=True, eq=False)

@@ -332,6 +332,25 @@ async def test_what_is_no_longer_allowed_is_not_answered_by_digest_either(tmp_pa
             assert (await gw.ask(f"{name}/blobs/{digest}"))[0] == 307
 
 
+async def test_what_one_name_may_another_may_not_though_the_image_is_the_same(tmp_path: Path) -> None:
+    async with SimulatedRegistry() as sim:
+        groups = Groups(sim)
+        ref = groups.add("team/base", {"a": b"1"})
+        stack = spell([ref])
+        digest, _ = groups.layers["team/base"]
+        plans = directory(tmp_path)
+        (plans / "x.yaml").write_text(plan_of(ref))
+        async with serving(tmp_path / "root", groups=(sim.host,), plans=(str(plans),)) as gw:
+            _, headers, _ = await gw.ask(f"{stack}/manifests/latest")
+        async with serving(tmp_path / "root", plans=(str(plans),)) as gw:
+            status_, same, _ = await gw.ask("plan/x/manifests/latest")
+            assert (status_, same["docker-content-digest"]) == (200, headers["docker-content-digest"])
+            config = json.loads((await gw.ask("plan/x/manifests/latest"))[2])["config"]["digest"]
+            for path in (f"manifests/{headers['docker-content-digest']}", f"blobs/{digest}", f"blobs/{config}"):
+                assert await gw.code(f"{stack}/{path}") == (403, "DENIED")
+                assert (await gw.ask(f"plan/x/{path}"))[0] in (200, 307)
+
+
 async def test_plans_from_a_registry_stack_what_is_allowed_and_read_no_file(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("s")
@@ -420,6 +439,13 @@ async def test_who_may_ask(tmp_path: Path) -> None:
         assert (await gw.ask("", Authorization="Bearer correct horse"))[0] == 200
         for wrong in ("Basic " + base64.b64encode(b"ann:x").decode(), "Bearer ann", "Basic !", "Digest x", basic[:-3]):
             assert (await gw.ask("", Authorization=wrong))[0] == 401
+        for scheme in (b"Bearer", b"Basic"):  # no UTF-8, which no decent client sends
+            reader, writer = await asyncio.open_connection(*gw.address.split(":"))
+            lines = b"GET /v2/ HTTP/1.1", b"Host: x", b"Connection: close", b"Authorization: " + scheme + b" \xff\xfe", b"", b""
+            writer.write(b"\r\n".join(lines))
+            assert (await reader.read()).startswith(b"HTTP/1.1 401")
+            writer.close()
+            await writer.wait_closed()
 
 
 async def test_too_many_at_a_time_are_told_to_come_back(tmp_path: Path) -> None:

@@ -5,10 +5,10 @@
     images   digest            of the manifest
              manifest, config  the documents; config_digest the latter's
              size              bytes of both
-             rules             fingerprint of the policy and configuration that let its groups through
              used              seconds since 1970 when it was last asked for (by the minute)
     layers   image, digest     a layer of the image; size in bytes, origin (kind, host, repository, path) as JSON
     names    name, tag, digest what was asked for, and what it meant; meant: when that was last so (seconds since 1970)
+             rules             fingerprint of the policy and configuration that let it through under this name
 
 Bounded: the images that were not asked for the longest go, with all that hangs on them. A damaged file is begun anew:
 everything in it can be composed again.
@@ -26,7 +26,7 @@ from weenv.core.database import open_renewable
 from weenv.core.errors import StorageError
 from weenv.plugin.snapshotter.layerdir import Origin
 
-SCHEMA = 1
+SCHEMA = 2
 _NAMES_EACH = 4
 """Names with tags kept for each image kept: some images have several."""
 _MINUTE = 60.0
@@ -34,7 +34,7 @@ _MINUTE = 60.0
 _TABLES = """
 CREATE TABLE IF NOT EXISTS images (
     digest TEXT PRIMARY KEY, manifest BLOB NOT NULL, config_digest TEXT NOT NULL, config BLOB NOT NULL,
-    size INTEGER NOT NULL, rules TEXT NOT NULL, used REAL NOT NULL
+    size INTEGER NOT NULL, used REAL NOT NULL
 ) STRICT;
 CREATE TABLE IF NOT EXISTS layers (
     image TEXT NOT NULL REFERENCES images(digest) ON DELETE CASCADE, digest TEXT NOT NULL, size INTEGER NOT NULL,
@@ -42,7 +42,7 @@ CREATE TABLE IF NOT EXISTS layers (
 ) STRICT, WITHOUT ROWID;
 CREATE TABLE IF NOT EXISTS names (
     name TEXT NOT NULL, digest TEXT NOT NULL REFERENCES images(digest) ON DELETE CASCADE, tag TEXT NOT NULL,
-    meant REAL NOT NULL, used REAL NOT NULL, PRIMARY KEY (name, digest, tag)
+    meant REAL NOT NULL, used REAL NOT NULL, rules TEXT NOT NULL, PRIMARY KEY (name, digest, tag)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS images_used ON images (used);
 CREATE INDEX IF NOT EXISTS layers_digest ON layers (digest);
@@ -62,7 +62,7 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StoredImage:
-    """A composed image as it is answered. ``rules``: the fingerprint of what its groups passed."""
+    """A composed image as it is answered. ``rules``: the fingerprint of what it passed under the name that was asked for."""
 
     digest: str
     manifest: bytes
@@ -117,15 +117,18 @@ class Store:
         size = len(image.manifest) + len(image.config)
         fresh = self._db.execute("SELECT 1 FROM images WHERE digest = ?", (image.digest,)).fetchone() is None
         self._db.execute(
-            "INSERT INTO images VALUES (?, ?, ?, ?, ?, ?, ?) ON CONFLICT (digest) DO UPDATE SET rules = ?, used = ?",
-            (image.digest, image.manifest, image.config_digest, image.config, size, image.rules, now, image.rules, now),
+            "INSERT INTO images VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (digest) DO UPDATE SET used = ?",
+            (image.digest, image.manifest, image.config_digest, image.config, size, now, now),
         )
         # A layer may have moved: its group was copied elsewhere and the plan names it there now.
         self._db.executemany(
             "INSERT OR REPLACE INTO layers VALUES (?, ?, ?, ?)",
             [(image.digest, place.digest, place.size, json.dumps(asdict(place.origin))) for place in image.layers],
         )
-        self._db.execute("INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?)", (name, image.digest, tag, now, now))
+        # Another name may have the same image and be let through by nothing that lets this one through.
+        self._db.execute(
+            "INSERT OR REPLACE INTO names VALUES (?, ?, ?, ?, ?, ?)", (name, image.digest, tag, now, now, image.rules)
+        )
         self._db.execute(
             "DELETE FROM names WHERE (name, digest, tag) IN"
             " (SELECT name, digest, tag FROM names ORDER BY used DESC LIMIT -1 OFFSET ?)",
@@ -169,7 +172,7 @@ class Store:
         """A config or layer of an image that was answered under a name."""
         row = self._db.execute(
             "SELECT images.digest, rules, config, images.used FROM images JOIN names USING (digest)"
-            " WHERE name = ? AND config_digest = ? ORDER BY images.used DESC LIMIT 1",
+            " WHERE name = ? AND config_digest = ? ORDER BY images.used DESC, meant DESC LIMIT 1",
             (name, digest),
         ).fetchone()
         if row is not None:
@@ -177,7 +180,8 @@ class Store:
             return FoundBlob(row[0], row[1], data=row[2])
         row = self._db.execute(
             "SELECT image, rules, layers.size, origin, images.used FROM layers JOIN images ON images.digest = image"
-            " JOIN names ON names.digest = image WHERE name = ? AND layers.digest = ? ORDER BY images.used DESC LIMIT 1",
+            " JOIN names ON names.digest = image WHERE name = ? AND layers.digest = ?"
+            " ORDER BY images.used DESC, meant DESC LIMIT 1",
             (name, digest),
         ).fetchone()
         if row is None:

@@ -49,6 +49,7 @@ def replay(quick: bool) -> list[Row]:
         at_least("replay", "mixed tasks (10 % heavy), total time, fixed median quota / elastic", statistics.median(totals), 1.5,
                  "", detail),
         at_least("replay", "  slowest task", statistics.median(slowest), 4, "x"),
+        known("replay", "  total time ratio, least and most of the sets", f"{min(totals):.2f}–{max(totals):.2f}"),
         known("replay", "  total of the first set", f"{before:.0f} s → {after:.0f} s"),
     ]  # fmt: skip
     chosen = generate.SETS["published-small" if quick else "published"]

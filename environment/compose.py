@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from weenv.core.digest import chain_id, sha256
 from weenv.core.errors import FormatError, LimitError, WeenvError
+from weenv.environment import owner
 from weenv.environment.merge import EPOCH, encode, merge_configs, platform_of
 from weenv.environment.model import Plan
 from weenv.environment.notlazy import LABEL, NotLazyGroup, from_label, to_label
@@ -224,7 +225,8 @@ async def register(
     """Make containerd know the image in one of its namespaces. Without ``local`` every layer has to be lazy.
 
     Raises NotLazyError for a layer that has to be lazy and is not served so, ContainerdError, and what ``local`` raises.
-    Whatever fails, nothing is left but what containerd's collector takes: all of it hangs on a lease that ends here.
+    Whatever fails, nothing is left but what containerd's collector takes: all of it hangs on a lease that ends here, or, where
+    this process is killed, by the next command's sweep.
     """
     if local is not None:
         local.refuse(image.layers)
@@ -232,9 +234,9 @@ async def register(
     if known is not None:
         return Registered(False, tuple(from_label(known.labels.get(LABEL, ""))))
     layers = await _served(image, namespace, snapshotter, local)
-    lease = f"weenv-compose-{secrets.token_hex(8)}"
+    lease = f"{owner.LEASE_PREFIX}{secrets.token_hex(8)}"
     expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + _LEASE_LIFE))
-    await namespace.create_lease(lease, {"containerd.io/gc.expire": expires})
+    await namespace.create_lease(lease, {"containerd.io/gc.expire": expires, owner.LEASE_LABEL: owner.lease_mark()})
     leased = namespace.client.namespace(namespace.name, lease=lease)
     try:
         stacking = _Stacking(leased, snapshotter, local)

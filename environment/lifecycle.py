@@ -5,7 +5,7 @@ containerd's collector from the moment that is made, so no lease has to be renew
 record that carries our labels. Removal takes the record last; each step may find its work done. While an environment is
 being made, and afterwards where it is to be removed at its end, it has the label ``dev.weenv.rm`` with the mark of its
 owner (owner.py); :func:`sweep`, which every command calls, removes those whose owner is gone and those without owner that
-have ended. :func:`hand_over` makes one outlive its maker.
+have ended, and the leases of those who were killed while they composed. :func:`hand_over` makes one outlive its maker.
 
 ::
 
@@ -354,7 +354,7 @@ async def _in_the_making(node: Node, container: str) -> bool:
 
 
 async def sweep(node: Node) -> list[str]:
-    """Remove the environments that were to be removed and have nobody left to do it; their names."""
+    """Remove the environments that were to be removed and have nobody left to do it; their names. Leases without owner end."""
     removed = []
     for item in await node.containers.find(f'labels."{LABEL_RM}"'):
         mark = item.labels.get(LABEL_RM, "")
@@ -369,6 +369,9 @@ async def sweep(node: Node) -> list[str]:
         except WeenvError:
             continue  # somebody else's sweep, or containerd is in trouble: the next command tries again
         removed.append(item.id)
+    for lease in await node.namespace.list_leases(f'labels."{owner.LEASE_LABEL}"'):
+        if await asyncio.to_thread(owner.is_orphan, lease.id, lease.labels):
+            await _unless(_GONE, node.namespace.delete_lease(lease.id))  # what it kept is collected then
     return removed
 
 

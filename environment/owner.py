@@ -1,19 +1,28 @@
 """Who an environment belongs to, so that one whose owner died is known for what it is.
 
 The mark names a process so that it cannot be mistaken for a later one: pid and start time (proc(5), stat field 22)
-within one pid namespace of one boot.
+within one pid namespace of one boot. Environments have it in a label of theirs (record.py), the leases of composing in
+LEASE_LABEL, there with the user's number before it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
+
+LEASE_PREFIX = "weenv-compose-"
+"""What the names of our leases begin with."""
+LEASE_LABEL = "dev.weenv.owner"
+"""Label of a lease: who it is for, as :func:`lease_mark` gives it."""
 
 _BOOT = "/proc/sys/kernel/random/boot_id"
+_MAX_PID = 1 << 31
 
 
-def _start(pid: int) -> str:
+def _fields(pid: int) -> list[str]:
+    """What proc(5) says of a process from its state, field 3, on."""
     with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].split()[19].decode()
+        return file.read().rpartition(b")")[2].decode().split()
 
 
 def _place() -> str:
@@ -24,20 +33,52 @@ def _place() -> str:
 def mark(pid: int | None = None) -> str:
     """The mark of a process, this one by default."""
     number = os.getpid() if pid is None else pid
-    return f"{number} {_start(number)} {_place()}"
+    return f"{number} {_fields(number)[19]} {_place()}"
 
 
 def is_gone(text: str) -> bool:
     """True where the process of a mark has certainly ended; a mark of another pid namespace says nothing: False."""
     parts = text.split()
-    if len(parts) != 4 or not parts[0].isdigit():
+    if len(parts) != 4 or not parts[0].isdecimal():
         return True
     here = _place().split()
     if parts[2] != here[0]:
         return True
     if parts[3] != here[1]:
         return False
-    try:
-        return _start(int(parts[0])) != parts[1]
-    except (OSError, IndexError):
+    return _has_ended(int(parts[0]), parts[1])
+
+
+def _has_ended(pid: int, start: str) -> bool:
+    """Whether a process has; one that is only waited for by nobody (state Z or X) has, too."""
+    if not 0 < pid < _MAX_PID:
         return True
+    try:
+        fields = _fields(pid)
+        return fields[19] != start or fields[0] in ("Z", "X")
+    except (OSError, IndexError):
+        pass
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        pass  # it is another user's, and hidden (proc(5), hidepid)
+    return False
+
+
+def lease_mark(pid: int | None = None) -> str:
+    """What LEASE_LABEL says of a process, this one by default."""
+    return f"{os.geteuid()} {mark(pid)}"
+
+
+def is_orphan(lease: str, labels: Mapping[str, str]) -> bool:
+    """True for a lease of ours, by this user on this machine, since it was started, whose owner has certainly ended.
+
+    All others end by their own time.
+    """
+    user, _, text = labels.get(LEASE_LABEL, "").partition(" ")
+    parts = text.split()
+    if not lease.startswith(LEASE_PREFIX) or user != str(os.geteuid()) or len(parts) != 4 or not parts[0].isdecimal():
+        return False
+    return parts[2:] == _place().split() and is_gone(text)

@@ -35,6 +35,7 @@ VALUES = {
 SHORT = {"e": "env", "v": "volume", "w": "workdir", "u": "user", "n": "namespace"}
 _MANY = ("env", "volume")
 
+_LEASES = "containerd.services.leases.v1.Leases"
 _CONTAINERS = "containerd.services.containers.v1.Containers"
 _SNAPSHOTS = "containerd.services.snapshots.v1.Snapshots"
 _TASKS = "containerd.services.tasks.v1.Tasks"
@@ -229,7 +230,8 @@ class _One:
         self.killed_at = 0.0
         self.running = False
         self.exit_status = -1
-        self.waiting = self.listing = 0
+        self.waiting = 0
+        self.listing: list[int] = []
         self.outputs: dict[int, int] = {}
 
     def live(self, chain: str) -> int | None:
@@ -285,9 +287,9 @@ class _One:
     def _attend(self) -> int:
         """Copy what it writes until it has ended."""
         self.waiting = self._ask_wait()
-        self.listing = self.client.begin(
-            _CONTAINERS, "List", "ListContainersRequest", {"filters": [f'labels."{LABEL_RM}"']}, "ListContainersResponse"
-        )
+        for service, what, label in (_CONTAINERS, "Containers", LABEL_RM), (_LEASES, "Leases", owner.LEASE_LABEL):
+            ours = {"filters": [f'labels."{label}"']}
+            self.listing.append(self.client.begin(service, "List", f"List{what}Request", ours, f"List{what}Response"))
         outlets = {fd: Outlet(number) for fd, number in self.outputs.items()}
         done: set[int] = set()
         deadline = 0.0
@@ -340,11 +342,12 @@ class _One:
                     return 128 + signal.SIGPIPE  # as who writes there himself; it is killed by being removed
 
     def _take_answers(self) -> None:
-        """What has come of the two answers that are outstanding."""
+        """What has come of the answers that are outstanding."""
         try:
-            if self.listing and (answer := self.client.result(self.listing, block=False)) is not None:
-                self.listing = 0
-                self._look(answer)
+            for number in tuple(self.listing):
+                if (answer := self.client.result(number, block=False)) is not None:
+                    self.listing.remove(number)
+                    self._look(answer)
             if self.waiting and (answer := self.client.result(self.waiting, block=False)) is not None:
                 self.waiting = 0
                 self.exit_status = int(answer.get("exit_status", 0))
@@ -352,7 +355,7 @@ class _One:
         except QuickError as error:
             if error.code != BROKEN:
                 raise
-            self.listing = 0
+            self.listing.clear()
             if not self.ended:
                 self.waiting = self._reconnect()
 
@@ -378,6 +381,8 @@ class _One:
             mark = item.get("labels", {}).get(LABEL_RM, "")
             if item.get("id") != self.container and (mark == "-" or owner.is_gone(mark)):
                 self.leftovers = True
+        for lease in answer.get("leases", []):
+            self.leftovers |= owner.is_orphan(lease.get("id", ""), lease.get("labels", {}))
 
     def _signal(self, number: int, *, again: bool) -> None:
         if again:
@@ -394,7 +399,7 @@ class _One:
             self.client.call(_TASKS, "Kill", "KillRequest", request, _EMPTY)
         except QuickError as error:
             if error.code == BROKEN:
-                self.listing = 0
+                self.listing.clear()
                 self.waiting = self._reconnect()
                 with contextlib.suppress(QuickError):
                     self.client.call(_TASKS, "Kill", "KillRequest", request, _EMPTY)

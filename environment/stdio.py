@@ -255,7 +255,8 @@ class Streams:
 
         The shim may be slow to pass on the last of it, so silence alone says nothing. A child of the process may hold the
         streams open for as long as it lives: where ``held()`` says so when nothing came for ``quiet`` seconds, and after
-        ``at_most`` seconds or LAST bytes, the rest is not waited for. A sink that takes nothing is, while ``patient()``, else for HURRY seconds.
+        ``at_most`` seconds or LAST bytes, the rest is not waited for. A sink that takes nothing is, while ``patient()``,
+        else for HURRY seconds.
         """
         loop = asyncio.get_running_loop()
         end = loop.time() + at_most

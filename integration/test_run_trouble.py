@@ -10,13 +10,17 @@ import signal
 import subprocess
 import threading
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 import weenv
-from weenv.environment import orphans
+from weenv.environment import orphans, owner
+from weenv.plugin.containerd.client import Client, Namespaced
 from weenv_testkit.procs import wait_until
-from weenv_testkit.running import RUNTIME_ROOT, Bench
+from weenv_testkit.running import NAMESPACE, RUNTIME_ROOT, Bench
 
 WAYS = {
     "quick": ("run", "--rm"),
@@ -109,6 +113,72 @@ def test_nohup_is_respected(bench: Bench) -> None:
     child.send_signal(signal.SIGHUP)
     assert child.wait(30) == 3
     child.stdout.close()
+
+
+@pytest.mark.parametrize("sweeper", ["rm", "quick", "ordinary"])
+def test_leases_of_the_dead_end_and_no_others(bench: Bench, sweeper: str) -> None:
+    child = subprocess.Popen(["sleep", "1000"])
+    mark = owner.lease_mark(child.pid)
+    child.kill()
+    child.wait()
+    user, _, process = mark.partition(" ")
+    pid, start, _, space = process.split()
+    leases = {
+        f"{owner.LEASE_PREFIX}dead": mark,
+        f"{owner.LEASE_PREFIX}alive": owner.lease_mark(),
+        f"{owner.LEASE_PREFIX}elsewhere": f"{user} {pid} {start} {'0' * 36} {space}",
+        f"{owner.LEASE_PREFIX}somebody": f"{int(user) + 1} {process}",
+        f"{owner.LEASE_PREFIX}unmarked": "",
+        "not-ours": mark,
+    }
+
+    async def on(work: Callable[[Namespaced], Awaitable[list[Any]]]) -> list[Any]:
+        async with Client(bench.node.containerd.socket) as client:
+            return await work(client.namespace(NAMESPACE))
+
+    async def make(namespace: Namespaced) -> list[Any]:
+        return [
+            await namespace.create_lease(name, {owner.LEASE_LABEL: text} if text else {}) for name, text in leases.items()
+        ]
+
+    async def remove(namespace: Namespaced) -> list[Any]:
+        return [await namespace.delete_lease(name) for name in kept]
+
+    bench.ok("run", "--rm", bench.plan, "--", "true")
+    asyncio.run(on(make))
+    kept = set(leases) - {f"{owner.LEASE_PREFIX}dead"}
+    try:
+        # Of a run that is over at once the sweeping need not have begun.
+        how = {"rm": ("rm",), "quick": ("run", "--rm", bench.plan, "--", "sleep", "0.5")}
+        bench.ok(*how.get(sweeper, ("run", "--rm", "-i", bench.plan, "--", "sleep", "0.5")))
+        assert {lease.id for lease in asyncio.run(on(lambda namespace: namespace.list_leases()))} == kept
+    finally:
+        asyncio.run(on(remove))
+
+
+def test_killed_while_it_composes_nothing_is_left_after_the_next_command(bench: Bench, tmp_path: Path) -> None:
+    plan = tmp_path / "plan.yaml"
+    text = Path(bench.plan).read_text()
+    assert "TASK: '17'" in text
+    plan.write_text(text.replace("TASK: '17'", f"TASK: '{os.urandom(4).hex()}'"))  # the layers are known, the image is new
+    bench.ok("run", "--rm", bench.plan, "--", "true")
+    os.kill(bench.node.snapshotter.pid, signal.SIGSTOP)
+    try:
+        child = bench.popen("run", "--rm", str(plan), "--", "true", stdout=subprocess.DEVNULL)
+        wait_until("it to compose", lambda: any(owner.LEASE_PREFIX in lease for lease in leases_of(bench)), 60, 0.1)
+        child.kill()
+        child.wait()
+    finally:
+        os.kill(bench.node.snapshotter.pid, signal.SIGCONT)
+    assert leases_of(bench)
+    bench.ok("rm")
+    wait_until("nothing to be left", lambda: not bench.left(), 10, 0.1)
+    assert bench.ok("run", "--rm", str(plan), "--", "echo", "there") == "there\n"
+
+
+def leases_of(bench: Bench) -> list[str]:
+    """The names of the leases there are."""
+    return bench.node.containerd.ctr("leases", "ls", "-q", namespace=NAMESPACE).split()
 
 
 def test_the_first_process_of_a_task_given_up_is_ended(bench: Bench) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -197,3 +198,34 @@ def test_owners() -> None:
     os.waitpid(child, 0)
     assert owner.is_gone(f"{child} {start} {boot} {space}")
     assert owner.is_gone("-") and owner.is_gone("")
+    for odd in ("0", "²", "-1", "1" * 40):
+        assert owner.is_gone(f"{odd} {start} {boot} {space}")
+
+
+def test_who_is_dead_but_not_waited_for_is_gone() -> None:
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+        os._exit(0)
+    text = owner.mark(child)
+    assert not owner.is_gone(text)
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert owner.is_gone(text)
+    os.waitpid(child, 0)
+    assert owner.is_gone(text)
+
+
+def test_only_our_own_leases_of_the_dead_are_orphans() -> None:
+    mine = owner.lease_mark()
+    user, pid, start, boot, space = mine.split()
+    dead = f"{user} {pid} {int(start) + 1} {boot} {space}"
+    name = owner.LEASE_PREFIX + "1"
+    assert owner.is_orphan(name, {owner.LEASE_LABEL: dead})
+    assert not owner.is_orphan("another", {owner.LEASE_LABEL: dead})
+    assert not owner.is_orphan(name, {}) and not owner.is_orphan(name, {"containerd.io/gc.expire": dead})
+    for alive in (
+        mine, "", "-", "0", f"{int(user) + 1} {pid} {int(start) + 1} {boot} {space}", f"{user} {pid} 1 {'0' * 36} {space}",
+        f"{user} {pid} 1 {boot} 1", f"{user} {pid} 1", f"{user} x 1 {boot} {space}", dead + " 1",
+    ):  # fmt: skip
+        assert not owner.is_orphan(name, {owner.LEASE_LABEL: alive}), alive

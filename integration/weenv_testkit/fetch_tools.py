@@ -66,6 +66,7 @@ WANTED = (
     Tool("runc", (".",), ("runc",), ("runc",)),
     Tool("registry", (".",), ("docker-registry",), ("docker-registry",)),
     Tool("nginx", (".",), ("nginx",), ("nginx",)),
+    Tool("cosign", ("sid",), ("cosign",), ("cosign",)),
     Tool("busybox", (".",), ("busybox-static",), ("busybox",)),
     Tool(
         "erofs",

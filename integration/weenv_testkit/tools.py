@@ -40,6 +40,11 @@ def nginx() -> str:
     return tool("nginx", "nginx")
 
 
+def cosign() -> str:
+    """Debian unstable's cosign, to check signatures with and to have some checked."""
+    return tool("cosign", "cosign")
+
+
 def busybox() -> str:
     """A static busybox, the whole content of hand-made images."""
     return os.path.realpath(tool("busybox", "busybox"))

@@ -233,7 +233,7 @@ async def test_it_comes_back_to_a_containerd_that_restarts(node: Node) -> None:
         pod = await asyncio.to_thread(node.cri.run_pod, "nri", SMALL)
         try:
             container = await asyncio.to_thread(node.start, pod, cpu=2.0, memory=GIB)
-            await asyncio.to_thread(node.containerd.restart)
+            node.containerd.restart()  # here, not in a thread: it ends with the thread that started it (pdeathsig)
             await until("the plugin to be back", lambda: plugin.counts.connections == 2)
             assert handler.reasons == ["the runtime closed the connection"]
             seen = {item.container.id: item for item in handler.present}[container]
@@ -365,7 +365,9 @@ async def side_by_side(node: Node, updates: int, creations: int, patience: float
 
             async def change(way: Actuator, target: str) -> None:
                 for number in range(updates // 2):
-                    await way.apply(EnvKey("k8s.io", target), 0.5 + number % 3 * 0.25, (256 + number % 2) * MIB, None)
+                    memory = (256 + number % 2) * MIB
+                    swap = memory if plugin.limits_swap else None
+                    await way.apply(EnvKey("k8s.io", target), 0.5 + number % 3 * 0.25, memory, swap)
 
             async def create() -> None:
                 for _ in left:
@@ -373,7 +375,11 @@ async def side_by_side(node: Node, updates: int, creations: int, patience: float
                     assert node.limits(container) == (0.5, 256 * MIB)
                     await asyncio.to_thread(node.cri.remove_container, container)
 
-            await asyncio.gather(*map(change, ways, targets), *(create() for _ in range(4)))
+            work = [*map(change, ways, targets), *(create() for _ in range(4))]
+            # To the end of each, also where one fails: their threads would go on.
+            for result in await asyncio.gather(*work, return_exceptions=True):
+                if isinstance(result, BaseException):
+                    raise result
             last = updates // 2 - 1
             for target in targets:
                 assert node.limits(target) == (0.5 + last % 3 * 0.25, (256 + last % 2) * MIB)

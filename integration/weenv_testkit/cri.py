@@ -132,7 +132,8 @@ class Cri:
             response_deserializer=SCHEMA[answer].FromString,
         )
         try:
-            return call(request, timeout=timeout)
+            # A channel that saw the daemon away fails for a while after it is back, unless it is asked to wait.
+            return call(request, timeout=timeout, wait_for_ready=True)
         except grpc.RpcError as error:
             raise Failed(f"CRI {method}: {error.code().name}: {error.details()}") from None
 

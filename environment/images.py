@@ -11,16 +11,19 @@ import contextlib
 import json
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from weenv.core.digest import chain_id, is_digest, verify
-from weenv.core.errors import FormatError, WeenvError
+from weenv.core.errors import ConfigError, FormatError, WeenvError
 from weenv.environment import recall
 from weenv.environment.model import GroupUse, Plan
 from weenv.environment.node import Node
 from weenv.environment.notlazy import LABEL, line, said, to_label
 from weenv.environment.recall import Ready
 from weenv.plugin.containerd.client import ContainerdError
+
+if TYPE_CHECKING:  # its libraries are needed where there is a policy only
+    from weenv.registry.groupref.policy import Policy
 
 _DOCUMENT = 4 << 20
 """Bytes of a manifest or config read from containerd."""
@@ -66,10 +69,10 @@ async def _from_file(path: str, node: Node, fresh: bool) -> Ready:
         return known
     from weenv.environment.plan import parse_plan
 
-    ready, until = await _composed(parse_plan(text, path), node)
-    if name and until is not None:
+    ready, until, sealed = await _composed(parse_plan(text, path), node)
+    if name and until is not None and sealed is not None:
         with contextlib.suppress(OSError):
-            recall.remember(directory, name, ready, until)
+            recall.remember(directory, name, ready, until, sealed)
     return ready
 
 
@@ -109,8 +112,23 @@ async def _read(node: Node, digest: str) -> dict[str, Any]:
     return value
 
 
-async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None]:
-    """The plan's image, and until when (0: for ever, None: not at all) it would be the same if it were asked for again."""
+def _sealed(tables: dict[str, Any], policy: Policy | None) -> list[list[str]] | None:
+    """The files behind the policy in use (see recall.seal); None where they are being changed."""
+    if policy is None:
+        return []
+    from weenv.registry.groupref.policy import files_of, policy_from_tables
+
+    try:
+        sealed = recall.seal(files_of(tables, policy))
+        again = policy_from_tables(tables)  # what was the same before and after is what was sealed
+    except (OSError, ConfigError):
+        return None
+    return sealed if again is not None and again.fingerprint == policy.fingerprint else None
+
+
+async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None, list[list[str]] | None]:
+    """The plan's image; until when (0: for ever, None: not at all) it would be the same if it were asked for again; and as
+    long as which files of the policy do not change (None: not at all)."""
     from weenv.core.errors import StorageError
     from weenv.environment.build import compose
     from weenv.environment.compose import register
@@ -120,8 +138,10 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None]:
     from weenv.registry.client import RegistryClient
     from weenv.registry.groupref.cache import MappingCache
     from weenv.registry.groupref.resolve import Resolver, node_policy
+    from weenv.registry.reference import parse_location
 
     policy = node_policy(node.config.tables)
+    sealed = _sealed(node.config.tables, policy)
     begin = time.time()
     try:
         cache = MappingCache(os.path.join(node.config.root, "mapping.db"))
@@ -132,7 +152,7 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None]:
             resolver = Resolver(client, cache, policy=policy)
             local = NodeLayers(client, node.config.root, compose_config(node.config.tables), show=node.show)
             image = await compose(plan, resolver=resolver, root=node.config.root, local=local)
-            pinned = all("@" in use.ref for use in plan.groups)
+            pinned = all(parse_location(use.ref).digest for use in plan.groups)
             until = None if resolver.stale else 0.0 if pinned else begin + resolver.max_age
             made = await register(image, node.namespace, snapshotter=node.run.snapshotter, local=local)
     finally:
@@ -142,4 +162,4 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None]:
         image.name, json.loads(image.config), image.chain, plan.name, plan.resources, runs,
         not_lazy=to_label(made.not_lazy), notice=line(made.not_lazy),
     )  # fmt: skip
-    return ready, until
+    return ready, until, sealed

@@ -1,8 +1,9 @@
 """What a plan's file became last time, so that starting it again needs neither YAML, nor the registry client, nor numpy.
 
 An entry is found by the file's bytes, its place, the configuration and this version; it holds as long as the tags behind
-it would be believed (for ever where all groups are pinned by digest). Plans that read other files, and nodes with a
-signature policy, are not remembered: their answer may change while the plan's file does not. Whether containerd still has
+it would be believed (for ever where all groups are pinned by digest), and as long as the files behind the node's signature
+policy (its own, and those of its keys) are what they were: what was composed was accepted by that policy, digest by digest,
+so nothing else starts from memory. Plans that read other files are not remembered. Whether containerd still has
 the snapshots is not asked: Prepare says so, and then the plan is composed anew. One small JSON file per plan below
 ``<root>/environments/plans``.
 """
@@ -13,6 +14,7 @@ import hashlib
 import json
 import os
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,10 +52,29 @@ class Ready:
 
 def key(text: bytes, path: str, tables: dict[str, Any], namespace: str, snapshotter: str) -> str:
     """The name of an entry, or empty for a plan that is not remembered."""
-    if b"file:" in text or b'file"' in text or "policy" in tables:
+    if b"file:" in text or b'file"' in text:
         return ""
-    about = json.dumps([os.path.abspath(path), tables, namespace, snapshotter, __version__], sort_keys=True, default=str)
+    parts: list[object] = [tables, namespace, snapshotter, __version__]
+    try:
+        parts.append(os.path.abspath(path))
+        if "policy" in tables:
+            parts.append(os.getcwd())  # relative names of its files begin here
+    except OSError:
+        return ""
+    about = json.dumps(parts, sort_keys=True, default=str)
     return hashlib.sha256(about.encode() + b"\0" + text).hexdigest()
+
+
+def seal(paths: Iterable[str]) -> list[list[str]]:
+    """Files, and the SHA-256 of what each holds now (of what lies beyond what a policy or key may be, nothing).
+
+    Raises OSError.
+    """
+    made = []
+    for path in paths:
+        with open(path, "rb") as file:
+            made.append([os.path.abspath(path), hashlib.sha256(file.read(_MAX)).hexdigest()])
+    return made
 
 
 def recall(directory: str, name: str) -> Ready | None:
@@ -62,6 +83,9 @@ def recall(directory: str, name: str) -> Ready | None:
         with open(os.path.join(directory, name), "rb") as file:
             row = json.loads(file.read(_MAX))
         if row["until"] and not 0 <= row["until"] - time.time() < 3600:
+            return None
+        sealed = row["policy"]
+        if seal(path for path, _ in sealed) != sealed:
             return None
         cpu, memory, pids = row["resources"]
         not_lazy = str(row.get("not_lazy", ""))
@@ -80,11 +104,15 @@ def recall(directory: str, name: str) -> Ready | None:
         return None
 
 
-def remember(directory: str, name: str, ready: Ready, until: float) -> None:
-    """Keep it until a time (seconds since 1970), 0: for ever. Raises OSError."""
+def remember(directory: str, name: str, ready: Ready, until: float, policy: list[list[str]]) -> None:
+    """Keep it until a time (seconds since 1970), 0: for ever, or until a file of ``policy`` (see :func:`seal`) changes.
+
+    Raises OSError.
+    """
     given = ready.resources
     row = {
         "until": until,
+        "policy": policy,
         "name": ready.name,
         "config": ready.config,
         "chain": ready.chain,

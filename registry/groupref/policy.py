@@ -260,6 +260,13 @@ def policy_from_tables(tables: Mapping[str, Any]) -> Policy | None:
     return parse_policy(raw)
 
 
+def files_of(tables: Mapping[str, Any], policy: Policy) -> list[str]:
+    """The files that a node's policy was read from: beside the tables it depends on nothing but what they hold."""
+    raw = tables.get("policy")
+    own = [str(raw["file"])] if isinstance(raw, dict) and "file" in raw else []
+    return own + sorted({key.name for rule in policy.rules for key in rule.keys})  # a rule's key is named by its path
+
+
 def load_policy(path: str) -> Policy:
     """A policy from a file of its own: ``.yaml``, ``.yml`` or TOML, with or without a ``policy`` table. Raises ConfigError."""
     import tomllib

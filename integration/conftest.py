@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 
@@ -31,6 +32,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             if "integration" in item.path.parts or item.get_closest_marker("root"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def ordinary_signals() -> None:
+    """Commands under test begin with no signal ignored, though the tests may have been started in the background (a shell
+    without job control ignores SIGINT and SIGQUIT there) or by nohup: what is handled here is exec's default there."""
+    for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, lambda *_: None)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -130,7 +130,7 @@ def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
     assert child.wait(30) == 7 and child.stdout.read() == b"caught\n"
     child.stdout.close()
     child = subprocess.Popen(
-        bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", "echo up; trap '' INT; sleep 1000"), stdout=subprocess.PIPE
+        bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", "trap '' INT; echo up; sleep 1000"), stdout=subprocess.PIPE
     )
     assert child.stdout is not None and child.stdout.readline() == b"up\n"
     child.send_signal(signal.SIGINT)

@@ -34,6 +34,8 @@ STAT_EVERY = 2.0
 """Seconds after which ``memory.stat`` is read though nothing calls for it."""
 _STAT_MOVED = 16
 """It is also read where memory has moved by more than one part in so many of the limit, or is within one of it."""
+_EXITING = 0x4
+"""Flag of a process that is ending (include/linux/sched.h, PF_EXITING): it leaves its groups before it is a zombie."""
 _PEEK_NEAR = 8
 """Memory is near its limit when less than one part in so many is left."""
 
@@ -156,8 +158,9 @@ def find(pid: int, *, inside: str = "") -> Paths:
 def _has_ended(pid: int) -> bool:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            return file.read().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except (OSError, IndexError):
+            fields = file.read().rpartition(b")")[2].split()
+        return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
+    except (OSError, IndexError, ValueError):
         return True
 
 

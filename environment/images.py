@@ -1,12 +1,14 @@
 """From what a caller names (a plan, a plan's file, an image) to an image that containerd can start.
 
-An image that containerd has, under exactly this name, is taken as it is. Everything else is a plan, if only of one group:
+An image that containerd has, under exactly this name, is taken as it is, unless the node's policy wants its repository's
+signature (or nothing of it). Everything else is a plan, if only of one group:
 resolved through the node's mapping cache, composed and registered, which costs no registry request and no layer byte
 where the groups are known.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -51,12 +53,28 @@ async def _prepare(target: Plan | str, node: Node, fresh: bool) -> Ready:
     if is_plan_file(target):
         return await _from_file(target, node, fresh)
     try:
-        return await _known(target, node)
+        if await asyncio.to_thread(_as_it_is, target, node):
+            return await _known(target, node)
     except ContainerdError as error:
         if error.code != "NOT_FOUND":
             raise
     name = target.rpartition("/")[2].partition("@")[0].partition(":")[0].lower() or "image"
     return (await _composed(Plan(name, (GroupUse(target),)), node))[0]
+
+
+def _as_it_is(name: str, node: Node) -> bool:
+    """Whether an image of containerd's may be started with no question asked: the node's policy asks for none.
+
+    Who pulled it into containerd need not have asked the policy; of what was composed, it has been asked. Blocking.
+    """
+    from weenv.environment.compose import HOST
+    from weenv.registry.groupref.resolve import node_policy
+    from weenv.registry.reference import parse_location, place_name
+
+    policy = node_policy(node.config.tables)
+    if policy is None or name.startswith(f"{HOST}/"):
+        return True
+    return policy.rule(place_name(parse_location(name))).action == "allow"
 
 
 async def _from_file(path: str, node: Node, fresh: bool) -> Ready:

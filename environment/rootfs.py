@@ -99,9 +99,13 @@ def read_file(root: int, path: str, *, limit: int) -> bytes:
         try:
             if not stat.S_ISREG(os.fstat(found).st_mode):
                 raise OSError(errno.EINVAL, "not a regular file")
-            # A pipe or a device would have been opened for good by now; what is checked is what is opened.
-            with open(f"/proc/self/fd/{found}", "rb") as file:
-                data = file.read(limit + 1)
+            # A pipe or a device would have been opened for good by now; what is checked is what is opened. Regular files
+            # of proc may wait for the kernel to say something (/proc/kmsg): not with O_NONBLOCK.
+            fd = os.open(f"/proc/self/fd/{found}", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                data = _read_at_most(fd, limit + 1)
+            finally:
+                os.close(fd)
         finally:
             os.close(found)
     except OSError as error:
@@ -109,6 +113,13 @@ def read_file(root: int, path: str, *, limit: int) -> bytes:
     if len(data) > limit:
         raise LimitError(f"{path[:300]} has more than {limit} bytes", hint="read it with a larger limit")
     return data
+
+
+def _read_at_most(fd: int, count: int) -> bytes:
+    data = bytearray()
+    while len(data) < count and (piece := os.read(fd, min(count - len(data), 1 << 20))):
+        data += piece
+    return bytes(data)
 
 
 def write_file(root: int, path: str, data: bytes, *, mode: int | None, owner: tuple[int, int], parents: bool = True) -> None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -17,9 +18,10 @@ from weenv.environment.images import prepare
 from weenv.environment.lifecycle import NoSuchEnvironment, StartError
 from weenv.environment.node import Node as RunNode
 from weenv.environment.rootfs import FileError
+from weenv_testkit import tools
 from weenv_testkit.procs import processes_of, wait_until
 from weenv_testkit.registry import Registry
-from weenv_testkit.running import Bench
+from weenv_testkit.running import NAMESPACE, Bench
 from weenv_testkit.store import Store
 
 # -- the command line -------------------------------------------------------------------------------------------------
@@ -286,6 +288,39 @@ def test_nothing_leads_out_of_the_root(bench: Bench) -> None:
         assert env.exec(["sh", "-c", "ls /tmp/m 2>&1"]).exit_code == 1
         with pytest.raises(FileError):
             env.read_file("/tmp/pipe")
+        # Regular files of the machine's kernel; reading the first one waits until it has something to say, and takes it away.
+        env.exec(["sh", "-c", "ln -s /proc/kmsg /tmp/log; ln -s /proc/kcore /tmp/core"])
+        for path in ("/tmp/log", "/tmp/core"):
+            with pytest.raises(FileError):
+                env.read_file(path)
+
+
+def test_an_image_of_containerds_is_not_taken_where_the_policy_wants_more(bench: Bench, store: Store, tmp_path: Path) -> None:
+    def weenv_(*words: str, policy: str = "") -> subprocess.CompletedProcess[str]:
+        config = tmp_path / "config.toml"
+        with open(bench.config) as file:
+            config.write_text(f"{file.read()}[policy]\n{policy}\n" if policy else file.read())
+        count = 2 if words[0] == "plan" else 1
+        argv = [*tools.weenv(), *words[:count], "--config", str(config), *words[count:]]
+        return subprocess.run(argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60, check=False)
+
+    ref = store.lazy("small")
+    plan = tmp_path / "lone.yaml"
+    plan.write_text(f"apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\ngroups: [{json.dumps(ref)}]\n")
+    composed = json.loads(weenv_("plan", "compose", "--json", str(plan)).stdout)["name"]
+    ctr = bench.node.containerd.ctr
+    ctr("images", "tag", composed, ref, namespace=NAMESPACE)  # as anybody's pull would leave it
+    run = ("run", "--rm", ref, "--", "echo", "ran")
+    try:
+        assert weenv_(*run).stdout == "ran\n"
+        allow = f'rules = [{{match = "{ref.partition("/")[0]}/**", action = "allow"}}]'
+        assert weenv_(*run, policy=f'default = "deny"\n{allow}').stdout == "ran\n"
+        done = weenv_(*run, policy='default = "deny"')
+        assert (done.returncode, done.stdout) == (1, "")
+        assert "the node's policy allows nothing from there" in done.stderr
+        assert weenv_("run", "--rm", composed, "--", "echo", "ran", policy='default = "deny"').stdout == "ran\n", "asked before"
+    finally:
+        ctr("images", "rm", ref, composed, namespace=NAMESPACE)
 
 
 def test_handles_outlive_their_maker(bench: Bench) -> None:

@@ -155,15 +155,15 @@ async def until(what: str, check: Any) -> None:
 
 
 @contextmanager
-def serving(node: Node, *, ends: int = 0) -> Iterator[Process]:
-    """``weenv nri serve``; ``ends``: its exit status."""
+def serving(node: Node, *command: str, settings: str = "", ends: int = 0) -> Iterator[Process]:
+    """``weenv nri serve``, or another command that has the plugin; ``ends``: its exit status."""
     config, log = (os.path.join(node.containerd.home, name) for name in ("weenv.toml", "weenv-nri.log"))
     with open(config, "w") as file:
-        file.write(f'[nri]\nsocket = "{node.containerd.nri_socket}"\nnamespaces = ["managed"]\n')
+        file.write(f'[nri]\nsocket = "{node.containerd.nri_socket}"\nnamespaces = ["managed"]\n{settings}')
     with contextlib.suppress(FileNotFoundError):
         os.unlink(log)
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("WEENV_", "PYTEST_"))}
-    process = Process("weenv nri", [*tools.weenv(), "nri", "serve", "--config", config], log, environment)
+    process = Process("weenv nri", [*tools.weenv(), *(command or ("nri", "serve")), "--config", config], log, environment)
     try:
         process.wait_ready(lambda: "registered with containerd" in process.log_text(), 30)
         yield process
@@ -191,6 +191,23 @@ def test_nonsense_in_annotations_is_named_and_the_default_holds(node: Node) -> N
         log = process.log_text()
         assert "weenv.dev/cpu.start must be a number of CPUs such as 2, 0.5 or 500m, not 'plenty'" in log
         assert "weenv.dev/role must be task or evaluation or service, not 'king'" in log
+
+
+@pytest.mark.parametrize("way", ["tasks", "cri"])
+def test_the_daemon_raises_the_quota_of_a_busy_pod(node: Node, way: str) -> None:
+    home = node.containerd.home
+    settings = f'[elastic.serve]\naddress = "{node.containerd.socket}"\nroot = "{home}/el"\nsocket = "{home}/e.sock"\n'
+    os.makedirs(os.path.join(home, "el"), exist_ok=True)
+    settings += f'cri_updates = "{way}"\n'
+    tiny = SMALL | {"weenv.dev/cpu.start": "20m"}  # so little that it is short of it on the busiest machine
+    with serving(node, "elastic", "serve", settings=settings) as process, node.pod(tiny) as pod, node.pod() as other:
+        idle = node.start(other, cpu=0.25, memory=GIB)
+        busy = node.cri.start_container(pod, node.image, "sh", "-c", "while :; do :; done", cpu=1.5, memory=GIB)
+        process.wait_ready(lambda: (node.limits(busy)[0] or 9.0) > 0.02, 30)
+        cpu, memory = node.limits(busy)
+        assert cpu is not None and cpu <= 1.5 and memory == 256 * MIB
+        assert node.limits(idle) == (0.25, GIB)  # nobody asked for it
+        assert "WARNING" not in process.log_text() and "ERROR" not in process.log_text()
 
 
 def test_nobody_waits_for_a_plugin_that_is_killed(node: Node) -> None:

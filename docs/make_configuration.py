@@ -36,7 +36,12 @@ TABLES: list[tuple[str, type[Any], set[str], str]] = [
     ("run", RunConfig, set(), "Defaults of `weenv run`, `exec`, `ps` and their like; options of the commands win."),
     ("compose", ComposeConfig, set(), "Groups of plans that are not in the lazy format (plans.md)."),
     ("gateway", GatewayConfig, set(), "`weenv gateway serve` ([gateway.md](gateway.md))."),
-    ("elastic", ElasticConfig, {"cpu", "memory", "admission", "serve"}, "Live CPU and memory quotas ([elastic.md](elastic.md))."),
+    (
+        "elastic",
+        ElasticConfig,
+        {"cpu", "memory", "admission", "serve"},
+        "Live CPU and memory quotas ([elastic.md](elastic.md)).",
+    ),
     (
         "elastic.cpu",
         CpuRules,

@@ -16,7 +16,7 @@ ROOT = "/sys/fs/cgroup"
 
 SETTINGS = """
 [elastic]
-start_cpu = 0.25
+start_cpu = 0.05
 start_memory = 67108864
 [elastic.cpu]
 calm_after = 1.0

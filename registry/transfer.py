@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import hashlib
 import os
 import threading
@@ -266,7 +267,8 @@ def _write(write: Callable[[memoryview], Any], chunk: bytes) -> None:
             done = write(view)
             view = view[done if isinstance(done, int) else len(view) :]
     except OSError as error:
-        raise StorageError(f"cannot write: {error.strerror}", errno=error.errno or 0) from error
+        hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise StorageError(f"cannot write what is fetched: {error.strerror}", errno=error.errno or 0, hint=hint) from error
 
 
 def _start_mount(registry: OrasRegistry, container: Any, digest: str, mount_from: str) -> requests.Response:

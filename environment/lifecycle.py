@@ -159,16 +159,19 @@ async def start(
         return Container(container, ready.name, spec, node.run.snapshotter, container, labels, node.run.shim, node.run.binary)
 
     entry = record(user or User())
+    making = asyncio.ensure_future(node.containers.create(entry))
     try:
-        await node.containers.create(entry)
-    except ContainerdError as error:
-        await asyncio.to_thread(admission.give_back, node.config, ready, asked, container)
-        if error.code == "ALREADY_EXISTS":
+        await to_the_end(making)
+    except BaseException as error:
+        if making.exception() is None:  # cancelled, but made: of another's with that name nothing may be removed
+            await to_the_end(remove(node, container))
+        await to_the_end(asyncio.to_thread(admission.give_back, node.config, ready, asked, container))
+        if isinstance(error, ContainerdError) and error.code == "ALREADY_EXISTS":
             raise WeenvError(f"there is an environment {container!r} already", hint=f"weenv rm {container}") from error
         raise
     opened: Streams | None = None
     try:
-        mounts = await node.snapshots.prepare(container, ready.chain)
+        mounts = await to_the_end(node.snapshots.prepare(container, ready.chain))
         if user is None:
             user = await asyncio.to_thread(_look_up, node, ready, text, mounts)
             entry = record(user)

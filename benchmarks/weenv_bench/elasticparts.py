@@ -140,7 +140,7 @@ def _spin(groups: list[str], begun: int) -> None:
 
 
 def burst(where: Stand, name: str, timeout: float = 5.0) -> float:
-    """Seconds from the first instruction of a burst in a container to a higher quota in its cgroup file, at most ``timeout``."""
+    """Seconds from the first instruction of a burst in a container to a higher quota in its cgroup, at most ``timeout``."""
     groups = [where.group(controller, name) for controller in ("cpu", "cpuacct", "unified")]
     reading, writing = os.pipe()
     child = os.fork()

@@ -28,9 +28,8 @@ CAPABILITIES = tuple(
 )  # fmt: skip
 
 MASKED = (
-    "/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/kmsg", "/proc/latency_stats",
-    "/proc/timer_list", "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi", "/sys/firmware",
-    "/sys/devices/virtual/powercap",
+    "/proc/asound", "/proc/acpi", "/proc/kcore", "/proc/keys", "/proc/latency_stats", "/proc/timer_list",
+    "/proc/timer_stats", "/proc/sched_debug", "/proc/scsi", "/sys/firmware", "/sys/devices/virtual/powercap",
 )  # fmt: skip
 READ_ONLY = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
@@ -129,6 +128,14 @@ def check_variables(env: Mapping[str, str]) -> None:
     for name, value in env.items():
         if not name or "=" in name or "\0" in name or "\0" in value:
             raise FormatError(f"not an environment variable: {name[:60]!r}")
+    _check_text(*env, *env.values())
+
+
+def _check_text(*texts: str) -> None:
+    """Raise FormatError for bytes that are not UTF-8: runtimes, reading JSON, would put other characters in their place."""
+    for text in texts:
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise FormatError(f"not UTF-8: {text[:60]!r}", hint="a command's words and variables have to be")
 
 
 def _capabilities(user: User) -> dict[str, list[str]]:
@@ -144,6 +151,7 @@ def process(config: Mapping[str, Any], options: Options, user: User) -> dict[str
         raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
     if any("\0" in arg for arg in args):
         raise FormatError("an argument has a zero byte in it")
+    _check_text(*args, options.cwd)
     check_variables(options.env)
     cwd = options.cwd or str(config.get("WorkingDir") or "") or "/"
     if not cwd.startswith("/") or "\0" in cwd:
@@ -188,6 +196,7 @@ def added_process(
         raise FormatError("there is no command, or one with a zero byte in it")
     if cwd and (not cwd.startswith("/") or "\0" in cwd):
         raise FormatError(f"the working directory must be absolute, not {cwd[:200]!r}")
+    _check_text(*args, cwd)
     check_variables(env)
     made = dict(base)
     variables = dict(item.partition("=")[::2] for item in base.get("env") or ())

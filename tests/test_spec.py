@@ -165,7 +165,10 @@ def test_an_added_process_is_the_first_ones_sibling() -> None:
     other = added_process(base, ("id",), env={}, user=User(1000, 1, (2,), "/home/a"), cwd="/")
     assert other["user"] == {"uid": 1000, "gid": 1, "additionalGids": [2]} and "HOME=/home/a" in other["env"]
     assert "effective" not in other["capabilities"]
-    for args, env, cwd in (((), {}, ""), (("a\0",), {}, ""), (("a",), {"x=y": ""}, ""), (("a",), {}, "rel")):
+    for args, env, cwd in (
+        ((), {}, ""), (("a\0",), {}, ""), (("a",), {"x=y": ""}, ""), (("a",), {}, "rel"), (("a\udcff",), {}, ""),
+        (("a",), {"X": "\udcff"}, ""), (("a",), {"\udcff": ""}, ""), (("a",), {}, "/\ud800"),
+    ):  # fmt: skip
         with pytest.raises(FormatError):
             added_process(base, args, env=env, cwd=cwd)
 

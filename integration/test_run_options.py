@@ -1,0 +1,143 @@
+"""What a plan and the options of ``weenv run`` ask for, against what the kernel says; logs that are followed; odd files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from weenv.core.errors import WeenvError
+from weenv_testkit.running import Bench
+
+WAYS = {"quick": (), "input": ("-i",), "init": ("--init",)}
+
+
+def groups_of(pid: int) -> dict[str, str]:
+    """The control group directories of a process, by controller; all the same where there is one hierarchy."""
+    found = {}
+    with open(f"/proc/{pid}/cgroup") as file:
+        for line in file.read().splitlines():
+            _, names, path = line.split(":", 2)
+            for name in names.split(","):
+                found[name] = f"/sys/fs/cgroup/{names}{path}" if names else f"/sys/fs/cgroup{path}"
+    return found
+
+
+def text(*parts: str) -> str:
+    return Path(*parts).read_text().strip()
+
+
+def mutated(bench: Bench, tmp_path: Path, *commands: object) -> str:
+    """The bench's plan with commands of its own."""
+    plan = tmp_path / "plan.yaml"
+    plan.write_text(Path(bench.plan).read_text() + "mutations: " + json.dumps([{"run": item} for item in commands]) + "\n")
+    return str(plan)
+
+
+def test_limits_are_the_control_groups(bench: Bench) -> None:
+    name = bench.ok("run", "-d", "--idle", "--cpus", "0.75", "--memory", "96m", "--pids", "77", bench.plan).strip()
+    (row,) = json.loads(bench.ok("ps", "--json"))
+    groups = groups_of(row["pid"])
+    if "memory" in groups:
+        quota, period = (int(text(groups["cpu"], f"cpu.cfs_{what}_us")) for what in ("quota", "period"))
+        memory = text(groups["memory"], "memory.limit_in_bytes")
+        pids = text(groups["pids"], "pids.max")
+    else:
+        quota, period = map(int, text(groups[""], "cpu.max").split())
+        memory, pids = text(groups[""], "memory.max"), text(groups[""], "pids.max")
+    assert (quota / period, int(memory), int(pids)) == (0.75, 96 << 20, 77)
+    assert f"/{bench.cgroup}/{name}" in groups.get("pids", groups.get("", "")), "where the configuration says"
+    bench.ok("rm", "-f", name)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_mounts_users_and_networks_are_the_kernels(bench: Bench, way: str, tmp_path: Path) -> None:
+    shown = tmp_path / "with space"
+    shown.mkdir()
+    (shown / "file").write_text("theirs\n")
+    out = bench.ok(
+        "run", "--rm", *WAYS[way], "-v", f"{shown}:/mnt/rw", "-v", f"{shown / 'file'}:/mnt/one:ro", "-u", "1234:4321",
+        "-w", "/mnt",
+        "-e", "EMPTY=", "-e", "LINES=a\nb", "-e", "FROM_HERE", "--network", "host", bench.plan, "--",
+        "sh", "-c", 'cat /proc/mounts; echo =; id; pwd; printf "%s|" "$EMPTY" "$LINES" "${FROM_HERE-unset}"; cat one; '
+        "echo =; readlink /proc/self/ns/net",
+    )  # fmt: skip
+    mounts, said, network = (part.strip() for part in out.split("=\n"))
+    at = {line.split()[1]: line.split()[3].split(",")[0] for line in mounts.splitlines()}
+    assert (at["/mnt/rw"], at["/mnt/one"], at["/"]) == ("rw", "ro", "rw")
+    assert said == "uid=1234 gid=4321\n/mnt\n|a\nb|unset|theirs"
+    assert network == os.readlink("/proc/self/ns/net")
+    alone = bench.ok("run", "--rm", *WAYS[way], bench.plan, "--", "sh", "-c", "readlink /proc/self/ns/net; cat /proc/net/dev")
+    assert alone.splitlines()[0] != network and [x.split(":")[0].strip() for x in alone.splitlines()[3:]] == ["lo"]
+
+
+def test_a_plans_own_commands_come_first(bench: Bench, tmp_path: Path) -> None:
+    noisy = "echo first > /made; echo noise; echo more noise >&2"
+    plan = mutated(bench, tmp_path, noisy, ["sh", "-c", "cat /made /made > /twice"])
+    done = bench.call("run", "--rm", plan, "--", "sh", "-c", "cat /twice; echo err >&2; exit 7")
+    assert (done.returncode, done.stdout, done.stderr) == (7, b"first\nfirst\n", b"err\n"), "only the command's own output"
+    assert bench.ok("run", "--rm", "-i", plan, "--", "cat", "-", "/made", stdin=b"in\n") == "in\nfirst\n"
+    name = bench.ok("run", "-d", plan).strip()
+    assert bench.ok("exec", name, "--", "cat", "/made") == "first\n"
+    bench.ok("rm", "-f", name)
+
+
+@pytest.mark.parametrize("flags", [("--rm",), (), ("-d",)])
+def test_a_plans_command_that_fails_is_one_line(bench: Bench, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    plan = mutated(bench, tmp_path, "true", "echo out; echo 'no such thing' >&2; exit 3", "touch /never")
+    done = bench.call("run", *flags, plan, "--", "echo", "never")
+    assert (done.returncode, done.stdout) == (1, b"")
+    (line,) = done.stderr.decode().splitlines()
+    assert line.startswith("weenv: the plan's command ") and line.endswith(" ended with 3: no such thing")
+    assert not bench.left()
+    missing = bench.call("run", *flags, mutated(bench, tmp_path, ["no-such-program"]), "--", "echo", "never")
+    assert missing.returncode == 1 and b"no-such-program" in missing.stderr and b"127" in missing.stderr
+    assert len(missing.stderr.splitlines()) == 1 and not bench.left()
+
+
+def test_logs_are_followed_to_the_end(bench: Bench) -> None:
+    script = "trap 'echo last; echo oops >&2; exit 0' TERM; echo first; while :; do sleep 0.05; done"
+    name = bench.ok("run", "-d", bench.plan, "--", "sh", "-c", script).strip()
+    child = bench.popen("logs", "-f", name, stderr=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"first\n"
+    assert child.poll() is None
+    bench.ok("stop", name)
+    out, err = child.communicate(timeout=30)
+    assert (child.returncode, out, err) == (0, b"last\n", b"oops\n")
+    bench.ok("rm", name)
+
+
+def test_following_ends_by_a_signal_and_leaves_the_environment(bench: Bench) -> None:
+    name = bench.ok("run", "-d", bench.plan, "--", "sh", "-c", "echo up; exec sleep 1000").strip()
+    child = bench.popen("logs", "-f", name)
+    assert child.stdout is not None and child.stdout.readline() == b"up\n"
+    child.send_signal(signal.SIGTERM)
+    assert child.wait(30) in (143, -signal.SIGTERM)
+    child.stdout.close()
+    assert bench.ok("exec", name, "--", "echo", "there") == "there\n"
+    bench.ok("rm", "-f", name)
+
+
+def test_odd_names_and_large_files(bench: Bench) -> None:
+    data = os.urandom(1 << 20) * 64
+    with bench.start() as env:
+        for name in (" leading and trailing ", "new\nline", "ünïcode", "-rf", "*", "$(id)", "b\udcff\udcfe", "n" * 255):
+            path = f"/tmp/{name}/{name}"
+            env.write_file(path, name.encode("utf-8", "surrogateescape"))
+            assert env.read_file(path) == name.encode("utf-8", "surrogateescape")
+            if "\udcff" not in name:
+                assert env.exec(["cat", path]).stdout == name.encode()
+            else:
+                with pytest.raises(WeenvError, match="not UTF-8"):  # JSON, as runtimes read, cannot say it
+                    env.exec(["cat", path])
+        env.write_file("/tmp/large", data)
+        assert env.exec(["sha256sum", "/tmp/large"]).text.split()[0] == hashlib.sha256(data).hexdigest()
+        assert env.read_file("/tmp/large") == data
+        env.write_file("/tmp/large", b"short")
+        assert env.read_file("/tmp/large") == b"short"
+

@@ -27,6 +27,7 @@ import re
 import yaml
 
 from weenv.core.errors import BadReference
+from weenv.core.regular import regular
 from weenv.environment.model import API_VERSION, KIND, Amount, GroupUse, Mutation, Plan, PlanConfig, Resources
 from weenv.environment.yamlnodes import Document, PlanError
 from weenv.registry.reference import parse_location
@@ -186,7 +187,7 @@ class _Reader:
         if os.path.commonpath((base, path)) != base:
             raise doc.error(node, f"{name}.file lies outside the plan's directory: {wanted[:200]!r}")
         try:
-            with open(path, "rb") as file:
+            with open(path, "rb", opener=regular) as file:
                 data = file.read(MAX_FILE + 1)
         except OSError as error:
             raise doc.error(node, f"{name}.file cannot be read: {wanted[:200]}: {error.strerror}") from error

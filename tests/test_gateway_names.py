@@ -206,6 +206,9 @@ def test_settings() -> None:
     assert not allowed(["r.example/t/**"], "r.example/u/b:1")
     assert not allowed(["r.example"], "r.example.evil/a:1")
     assert not allowed(["r.example"], "oci:/etc:1")
+    assert allowed(["**"], "r.example/a:1") and allowed(["oci:/srv/**"], "oci:/srv/a:1")
+    for pattern, place in (("**", "/srv/a"), ("*", "/srv/a"), ("oci:/srv/**", "/srv/../etc/a"), ("oci:/srv/**", "/etc/a")):
+        assert not allowed([pattern], f"oci:{place}:1"), "directories of the node are what is listed as such"
 
 
 def test_users(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import pytest
 import yaml
@@ -148,3 +150,11 @@ def test_any_value_in_any_field_is_a_plan_or_a_fault(value: object) -> None:
             parse_plan(yaml.safe_dump(document))
         except WeenvError as error:
             assert "\n" not in str(error)
+
+
+def test_a_file_that_is_a_pipe_holds_nobody(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    text = "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\ngroups: [r.example/a:1]\n"
+    text += "mutations: [{files: {/a: {file: pipe}}}]\n"
+    with pytest.raises(PlanError, match="cannot be read: pipe: it is a pipe, not a file"):
+        parse_plan(text, str(tmp_path / "plan.yaml"))

@@ -25,7 +25,15 @@ from weenv.environment.planref import MAX_PLAN, pull_plan
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref.policy import Policy, matches
 from weenv.registry.groupref.publish import tags
-from weenv.registry.reference import DEFAULT_TAG, Reference, check_tag, parse_location, parse_reference, place_name
+from weenv.registry.reference import (
+    DEFAULT_TAG,
+    LayoutLocation,
+    Reference,
+    check_tag,
+    parse_location,
+    parse_reference,
+    place_name,
+)
 
 T = TypeVar("T")
 
@@ -45,9 +53,12 @@ class FoundPlan:
 
 
 def allowed(patterns: Iterable[str], reference: str) -> bool:
-    """Whether a repository (or layout) is one of ``gateway.groups``. Raises BadReference."""
-    name = place_name(parse_location(reference))
-    return any(matches(pattern if "/" in pattern else f"{pattern}/**", name) for pattern in patterns)
+    """Whether a repository is one of ``gateway.groups``; a layout of the node is where a pattern says ``oci:``, and not for
+    ``**`` alone. Raises BadReference."""
+    location = parse_location(reference)
+    name, layout = place_name(location), isinstance(location, LayoutLocation)
+    able = (pattern for pattern in patterns if pattern.startswith("oci:") == layout)
+    return any(matches(pattern if "/" in pattern else f"{pattern}/**", name) for pattern in able)
 
 
 class PlanSources:

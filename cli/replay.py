@@ -106,7 +106,7 @@ def _table(summaries: list[Summary], where: str) -> None:
              f"{s.cpu_used:.0%}", f"{s.cpu_promised:.0%}", f"{s.makespan:.0f}")
             for s in summaries
         ],
-        title=where, right=range(1, 15), drop=(14, 13, 10, 3),
+        title=where, right=range(1, 15), drop=(13, 14, 9, 10, 3, 7),
     )  # fmt: skip
 
 

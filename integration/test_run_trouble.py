@@ -30,7 +30,7 @@ WAYS = {
     "passing": ("run", "-d", "--rm"),
 }
 
-pytestmark = pytest.mark.soak  # green, but not yet run often enough under load to stand in everybody's way
+soak = pytest.mark.soak  # green, but long, or not yet run often enough under load to stand in everybody's way
 
 
 def seconds_of(bench: Bench, way: str) -> float:
@@ -43,6 +43,7 @@ def seconds_of(bench: Bench, way: str) -> float:
     return took
 
 
+@soak
 @pytest.mark.parametrize("way", WAYS)
 def test_killed_at_any_moment_nothing_is_left_after_the_next_command(bench: Bench, way: str) -> None:
     chance = random.Random(way)
@@ -63,6 +64,7 @@ def test_killed_at_any_moment_nothing_is_left_after_the_next_command(bench: Benc
         wait_until("nothing to be left", lambda: not bench.left() or print(bench.left()), 10, 0.1)
 
 
+@soak
 @pytest.mark.parametrize("way", ["quick", "input", "init"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_at_any_moment_ends_it_and_leaves_nothing(bench: Bench, way: str, number: int) -> None:
@@ -82,6 +84,7 @@ def test_a_signal_at_any_moment_ends_it_and_leaves_nothing(bench: Bench, way: st
     assert ends
 
 
+@soak
 def test_a_signal_is_never_lost(bench: Bench) -> None:
     script = "trap 'exit 7' TERM; echo up; while :; do sleep 0.01; done"
     for way in ("quick", "input", "init"):
@@ -94,6 +97,7 @@ def test_a_signal_is_never_lost(bench: Bench) -> None:
             child.stdout.close()
 
 
+@soak
 def test_other_signals_go_through(bench: Bench) -> None:
     script = "trap 'echo one' USR1; trap 'exit 8' USR2; echo up; while :; do sleep 0.01; done"
     for way in ("quick", "input", "init"):
@@ -106,6 +110,7 @@ def test_other_signals_go_through(bench: Bench) -> None:
         child.stdout.close()
 
 
+@soak
 def test_nohup_is_respected(bench: Bench) -> None:
     argv = ["nohup", *bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", "echo up; sleep 1; exit 3")]
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
@@ -181,6 +186,7 @@ def leases_of(bench: Bench) -> list[str]:
     return bench.node.containerd.ctr("leases", "ls", "-q", namespace=NAMESPACE).split()
 
 
+@soak
 def test_the_first_process_of_a_task_given_up_is_ended(bench: Bench) -> None:
     """What containerd leaves where a caller dies at the worst moment, made by hand: a process in the control group, which
     no shim and no runtime knows of."""
@@ -203,6 +209,7 @@ def test_the_first_process_of_a_task_given_up_is_ended(bench: Bench) -> None:
     assert not os.path.exists(state)
 
 
+@soak
 def test_what_runs_elsewhere_under_the_name_is_not_touched(bench: Bench) -> None:
     name = bench.ok("run", "-d", "--name", f"mine-{os.getpid()}", bench.plan, "--", "sleep", "1000").strip()
     assert orphans.makers(bench.loaded.run.namespace, name) and not orphans.makers("another", name)
@@ -211,6 +218,7 @@ def test_what_runs_elsewhere_under_the_name_is_not_touched(bench: Bench) -> None
     bench.ok("rm", "-f", name)
 
 
+@soak
 @pytest.mark.parametrize("way", ["quick", "input", "init"])
 def test_a_slow_reader_gets_everything(bench: Bench, way: str) -> None:
     size = 100_000_000
@@ -230,6 +238,7 @@ def test_a_slow_reader_gets_everything(bench: Bench, way: str) -> None:
     child.stderr.close()
 
 
+@soak
 @pytest.mark.parametrize("way", ["quick", "input", "init"])
 def test_a_reader_that_goes_ends_it(bench: Bench, way: str) -> None:
     child = bench.popen(*WAYS[way], bench.plan, "--", "sh", "-c", "while :; do echo y; done", stderr=subprocess.PIPE)
@@ -240,6 +249,7 @@ def test_a_reader_that_goes_ends_it(bench: Bench, way: str) -> None:
     child.stderr.close()
 
 
+@soak
 @pytest.mark.parametrize("way", ["quick", "input"])
 def test_signals_and_limits_hold_while_nobody_reads(bench: Bench, way: str) -> None:
     child = bench.popen(*WAYS[way], bench.plan, "--", "sh", "-c", "trap 'exit 5' TERM; while :; do echo yes; done")
@@ -262,6 +272,7 @@ def _full(pipe: object) -> bool:
     return count[0] >= 60_000
 
 
+@soak
 def test_a_timeout_comes_though_nobody_reads(bench: Bench) -> None:
     name = bench.ok("run", "-d", "--idle", bench.plan).strip()
     child = bench.popen("exec", "--timeout", "1", name, "--", "sh", "-c", "while :; do echo yes; done")
@@ -275,6 +286,7 @@ def test_a_timeout_comes_though_nobody_reads(bench: Bench) -> None:
     bench.ok("rm", "-f", name)
 
 
+@soak
 def test_much_input_goes_through(bench: Bench) -> None:
     data = os.urandom(1 << 20) * 64
     wanted = hashlib.sha256(data).hexdigest().encode()
@@ -289,6 +301,7 @@ def test_much_input_goes_through(bench: Bench) -> None:
         assert bench.ok("run", "--rm", "-i", bench.plan, "--", "cat", stdin=b"x") == "x"
 
 
+@soak
 def test_init_reaps_and_ends_as_its_command(bench: Bench) -> None:
     script = "(sh -c 'sleep 0.1 & exit' &) ; sleep 0.5; ps -o stat,ppid,args | grep -c '^Z'; exit 12"
     done = bench.call("run", "--rm", "--init", bench.plan, "--", "sh", "-c", script)
@@ -298,6 +311,7 @@ def test_init_reaps_and_ends_as_its_command(bench: Bench) -> None:
     assert bench.call("run", "--rm", "--init", bench.plan, "--", "/testbed/code").returncode == 126
 
 
+@soak
 def test_an_interrupted_start_in_python_leaves_nothing(bench: Bench) -> None:
     async def one(after: float) -> None:
         task = asyncio.ensure_future(weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded))
@@ -320,6 +334,27 @@ def test_an_interrupted_start_in_python_leaves_nothing(bench: Bench) -> None:
     asyncio.run(go())
 
 
+def test_cancelled_while_its_record_is_made_it_leaves_none(bench: Bench) -> None:
+    async def go() -> None:
+        async with await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded):
+            pass  # remembered now: the record is the first that containerd hears of the next
+        pid = bench.node.containerd.pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            task = asyncio.ensure_future(weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded))
+            await asyncio.sleep(0.3)
+            task.cancel()
+            await asyncio.sleep(0.1)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not bench.left()
+
+    asyncio.run(go())
+
+
+@soak
 def test_a_cancelled_exec_and_close_finish_what_they_began(bench: Bench) -> None:
     async def go() -> None:
         env = await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded)
@@ -339,6 +374,7 @@ def test_a_cancelled_exec_and_close_finish_what_they_began(bench: Bench) -> None
     asyncio.run(go())
 
 
+@soak
 def test_a_block_that_raises_removes_it(bench: Bench) -> None:
     with pytest.raises(ZeroDivisionError), bench.start() as env:
         assert env.exec(["true"]).ok
@@ -346,6 +382,7 @@ def test_a_block_that_raises_removes_it(bench: Bench) -> None:
     assert not bench.left()
 
 
+@soak
 def test_an_interrupt_of_a_synchronous_caller_is_cleaned_up_after(bench: Bench) -> None:
     for after in (0.05, 0.2):
         timer = threading.Timer(after, signal.raise_signal, [signal.SIGINT])

@@ -98,8 +98,8 @@ def replay(
 def _table(summaries: list[Summary], where: str) -> None:
     """The report for people."""
     render.table(
-        ["strategy", "done", "OOM", "ended", "refused", "total s", "slowest s", "stretch", "throttled s", "node full s",
-         "wait s", "p99", "CPU used", "promised", "makespan s"],
+        ["strategy", "done", "OOM", "ended", "refused", "total s", "slowest s", "stretch", "lost s", "node full s",
+         "wait s", "wait p99", "CPU used", "promised", "makespan s"],
         [
             (s.strategy, str(s.done), str(s.oom_kills), str(s.ended), str(s.refused), f"{s.total:.0f}", f"{s.slowest:.0f}",
              f"{s.stretch:.2f}", f"{s.throttled:.0f}", f"{s.contended:.0f}", f"{s.wait_mean:.1f}", f"{s.wait_p99:.0f}",

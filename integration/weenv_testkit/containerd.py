@@ -130,12 +130,6 @@ class Containerd:
                 return False
         return True
 
-    @property
-    def pid(self) -> int:
-        """Process id of the running daemon."""
-        assert self._process is not None
-        return self._process.pid
-
     def stop(self) -> None:
         """Stop the daemon only: containers go on, as in a real restart."""
         if self._process is not None:

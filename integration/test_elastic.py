@@ -267,3 +267,42 @@ def test_an_evaluation_gets_back_what_others_were_lent(elastic: Elastic, bench: 
     assert taken and taken[0]["quota"][0] < boosted
     command = [*bench.argv("admit"), "--cpu", "100m", "--memory", "16Mi", "--", "sh", "-c", "exit 7"]
     assert subprocess.run(command, check=False).returncode == 7
+
+
+SHRINKS = 1000
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_no_shrink_of_ours_kills_or_stops_a_task(elastic: Elastic, bench: Bench) -> None:
+    """A task that reads all its memory over and over, and writes files besides, under limits that go up and down."""
+    free = plan_with(bench.plan, "{pids: 100}")  # no resources: the daemon leaves it alone, and this test has it
+    script = (
+        "head -c 40000000 /dev/urandom > /dev/shm/x; want=$(md5sum < /dev/shm/x); "
+        'while :; do head -c 20000000 /dev/zero > /tmp/y; [ "$(md5sum < /dev/shm/x)" = "$want" ] || exit 3; echo x; done'
+    )
+    name = start(bench, free, script, "--memory", "512m", "--cpus", "2")
+    wait_until("its memory", lambda: elastic.number("memory", name, "memory.usage_in_bytes") > 40_000_000, LONG)
+    (row,) = [row for row in json.loads(bench.ok("ps", "--json")) if row["name"] == name]
+
+    async def shrink() -> int:
+        done = 0
+        reader = Reader(find(row["pid"]))
+        async with Client(bench.node.containerd.socket) as client:
+            tasks, key = TaskUpdates(client), EnvKey(NAMESPACE, name)
+            try:
+                for number in range(10 * SHRINKS):
+                    await change(tasks, reader, key, Quota(2.0, 512 * MIB), float(number), MemoryRules())
+                    outcome = await change(tasks, reader, key, Quota(2.0, 16 * MIB), float(number), MemoryRules())
+                    done += outcome.quota.memory < 512 * MIB
+                    if done == SHRINKS:
+                        break
+                assert reader.sample(0.0, whole=True).memory.oom_kill == 0
+            finally:
+                reader.close()
+        return done
+
+    assert asyncio.run(shrink()) == SHRINKS
+    before = len(bench.ok("logs", name))
+    wait_until("it to go on", lambda: len(bench.ok("logs", name)) > before, LONG)
+    assert json.loads(bench.ok("inspect", name))["status"] == "running"

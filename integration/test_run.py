@@ -202,7 +202,8 @@ HIDING = {
     "sessions": "setsid sleep 1000 & setsid sh -c 'setsid sleep 1000 & sleep 1000' & sleep 1000",
     "orphans": "sh -c '(setsid sleep 1000 &) ; exit' ; (sh -c 'setsid env -i sleep 1000 &' &); sleep 1000",
     "deaf": "trap '' TERM INT HUP; setsid sh -c \"trap '' TERM; while :; do sleep 1; done\" & while :; do sleep 1; done",
-    "bomb": "b() { sleep 1000 & b & b & sleep 1000; }; b",
+    # What bursts must not be the command itself: a shell that cannot fork ends, perhaps before its time is up.
+    "bomb": "b() { sleep 1000 & b & b & sleep 1000; }; b & exec sleep 1000",
 }
 
 

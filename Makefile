@@ -28,7 +28,7 @@ test: setup
 	.venv/bin/python -m pytest -m "not soak" $(PYTEST_ARGS)
 
 demo: setup
-	$(KIT) -m weenv_testkit.demo $(DEMO_ARGS)
+	@$(KIT) -m weenv_testkit.demo $(DEMO_ARGS)
 
 bench: setup
 	$(KIT) -m benchmarks $(BENCH_ARGS)

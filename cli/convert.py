@@ -111,7 +111,7 @@ def _show(result: ConvertResult) -> None:
     rows = [
         (
             *((render.escape(row.platform) or "-",) if many else ()),
-            str(row.index),
+            str(row.index + 1),  # people count from 1, as "group show" and "plan show" do
             render.short(row.old.digest),
             render.size(row.old.size),
             render.size(row.new.size),

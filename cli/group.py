@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -286,13 +287,24 @@ def show(reference: str, platform: str, plain_http: tuple[str, ...], as_json: bo
         if value:
             click.echo(f"{name:9} {render.escape(value)}")
     for name, value in sorted((config.get("config") or {}).items()):
-        if value:
-            click.echo(f"{name:9} {render.escape(str(value))}")
+        for line in _plainly(name, value):
+            click.echo(f"{name:9} {render.plain(line)}")
     rows = [
         (str(number), render.short(row["digest"]), render.size(row["size"]), "[cyan]lazy[/]" if row["lazy"] else "plain")
         for number, row in enumerate((layer_row(layer) for layer in found.layers), 1)
     ]
     render.table(["layer", "digest", "size", ""], rows, right=[0, 2])
+
+
+def _plainly(name: str, value: Any) -> list[str]:
+    """A setting of an image's config as people read it: texts as they are, Env a line each, the rest as JSON; or nothing."""
+    if not value:
+        return []
+    if isinstance(value, str):
+        return [value]
+    if name == "Env" and isinstance(value, list):
+        return [str(variable) for variable in value]
+    return [json.dumps(value, ensure_ascii=False)]
 
 
 @group.command("diff")

@@ -42,6 +42,13 @@ from weenv.plugin.containerd.runtime import Container, Status
 T = TypeVar("T")
 
 
+def _settings(config: NodeConfig | str | os.PathLike[str] | None) -> NodeConfig:
+    """The node's configuration, from the file that is named or from the machine's. Raises ConfigError."""
+    if isinstance(config, NodeConfig):
+        return config
+    return load() if config is None else load(os.fspath(config))
+
+
 class AsyncEnvironment:
     """A running environment. Make one by :meth:`start` or :meth:`attach`; use as ``async with``."""
 
@@ -56,7 +63,7 @@ class AsyncEnvironment:
     @classmethod
     async def start(
         cls,
-        plan: Plan | str,
+        plan: Plan | str | os.PathLike[str],
         *,
         command: Sequence[str] | None = None,
         env: Mapping[str, str] | None = None,
@@ -69,16 +76,18 @@ class AsyncEnvironment:
         network: str | None = None,
         name: str = "",
         keep: bool = False,
-        config: NodeConfig | None = None,
+        config: NodeConfig | str | os.PathLike[str] | None = None,
     ) -> AsyncEnvironment:
         """Start a plan (or the path of one, or an image).
 
         ``command`` replaces the process that waits; ``binds`` are ``SOURCE:TARGET[:ro]``; ``memory`` is in bytes, ``cpus``
-        in cores, 0 for what the plan says. ``keep``: it outlives the block and this process. ``config`` as
-        :func:`weenv.environment.node.load` gives it, by default the machine's. Raises WeenvError.
+        in cores, 0 for what the plan says. ``keep``: it outlives the block and this process. ``config``: the path of a
+        configuration file, or what :func:`weenv.load_config` gives; by default the machine's. Raises WeenvError.
         """
-        settings = config or load()
+        settings = _settings(config)
         node = Node(settings)
+        # What is given as a path is a file, whatever it is called; a text may be an image.
+        target = plan if isinstance(plan, Plan | str) else os.path.abspath(plan)
         try:
             options = Options(
                 args=tuple(command or ()),
@@ -90,7 +99,7 @@ class AsyncEnvironment:
                 network=network or settings.run.network,
                 waits=not command,
             )
-            ready, made = await lifecycle.begin(node, plan, lambda _: options, name=name)
+            ready, made = await lifecycle.begin(node, target, lambda _: options, name=name)
             await run_mutations(node, made, ready)
             if keep:
                 await lifecycle.hand_over(node, made, remove_at_end=False)
@@ -100,9 +109,9 @@ class AsyncEnvironment:
         return cls(node, made.container, made.pid, keep=keep)
 
     @classmethod
-    async def attach(cls, name: str, *, config: NodeConfig | None = None) -> AsyncEnvironment:
+    async def attach(cls, name: str, *, config: NodeConfig | str | os.PathLike[str] | None = None) -> AsyncEnvironment:
         """A handle of an environment that runs already; closing it leaves it running. Raises NoSuchEnvironment."""
-        node = Node(config or load())
+        node = Node(_settings(config))
         try:
             container = await lifecycle.find(node, name)
             process = await node.tasks.get(container.id)
@@ -268,13 +277,13 @@ class Environment:
         self._portal = portal
 
     @classmethod
-    def start(cls, plan: Plan | str, **options: Any) -> Environment:
+    def start(cls, plan: Plan | str | os.PathLike[str], **options: Any) -> Environment:
         """Start a plan; the options are those of :meth:`AsyncEnvironment.start`."""
         portal = _Portal.shared()
         return cls(portal.run(AsyncEnvironment.start(plan, **options), AsyncEnvironment.close), portal)
 
     @classmethod
-    def attach(cls, name: str, *, config: NodeConfig | None = None) -> Environment:
+    def attach(cls, name: str, *, config: NodeConfig | str | os.PathLike[str] | None = None) -> Environment:
         """See :meth:`AsyncEnvironment.attach`."""
         portal = _Portal.shared()
         return cls(portal.run(AsyncEnvironment.attach(name, config=config)), portal)

@@ -78,8 +78,13 @@ def _as_it_is(name: str, node: Node) -> bool:
 
 
 async def _from_file(path: str, node: Node, fresh: bool) -> Ready:
-    with open(path, "rb") as file:  # noqa: ASYNC230 - a local file, read before anything else is going on
-        text = file.read(recall.MAX_PLAN + 1)
+    try:
+        with open(path, "rb") as file:  # noqa: ASYNC230 - a local file, read before anything else is going on
+            text = file.read(recall.MAX_PLAN + 1)
+    except OSError as error:
+        from weenv.environment.yamlnodes import PlanError
+
+        raise PlanError(f"cannot be read: {error.strerror}", where=path, hint="name the plan's file, or an image") from error
     directory = os.path.join(node.directory, "plans")
     name = recall.key(text, path, node.config.tables, node.run.namespace, node.run.snapshotter)
     known = recall.recall(directory, name) if name and not fresh else None
@@ -169,7 +174,7 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None, list[l
         async with RegistryClient(registry_config(node.config.tables)) as client:
             resolver = Resolver(client, cache, policy=policy)
             local = NodeLayers(client, node.config.root, compose_config(node.config.tables), show=node.show)
-            image = await compose(plan, resolver=resolver, root=node.config.root, local=local)
+            image = await compose(plan, resolver=resolver, root=node.config.root, local=local, own=True)
             pinned = all(parse_location(use.ref).digest for use in plan.groups)
             until = None if resolver.stale else 0.0 if pinned else begin + resolver.max_age
             made = await register(image, node.namespace, snapshotter=node.run.snapshotter, local=local)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -14,7 +15,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from weenv.cli.main import cli
 from weenv.converter.image import convert_image
 from weenv.converter.options import CONVERTED, COPIED, SKIPPED, ConvertOptions, ConvertResult
 from weenv.core.errors import StorageError
@@ -57,6 +60,13 @@ def converted(home: str, odd: tuple[KitLayout, Image]) -> tuple[str, ConvertResu
     result = convert(f"oci:{odd[0].directory}:odd", f"oci:{target}:odd")
     assert result.lazy, [(layer.status, layer.reason) for layer in result.layers]
     return target, result
+
+
+def test_layers_are_counted_from_one(converted: tuple[str, ConvertResult], home: str) -> None:
+    target, result = converted
+    done = CliRunner().invoke(cli, ["convert", f"oci:{target}:odd", f"oci:{home}/counted:odd"], catch_exceptions=False)
+    numbers = [int(found[1]) for found in re.finditer(r"^\W*(\d+)\W+[0-9a-f]{12}\b", done.output, re.MULTILINE)]
+    assert numbers == list(range(1, len(result.layers) + 1)), done.output
 
 
 # -- readers that nobody here wrote ---------------------------------------------------------------------------------
@@ -208,6 +218,7 @@ def test_index_through_a_registry(odd: tuple[KitLayout, Image], registry: Regist
 
 PROGRAM = """
 import asyncio, sys
+from weenv.cli.main import cli
 from weenv.converter.image import convert_image
 from weenv.converter.options import ConvertOptions
 

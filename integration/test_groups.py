@@ -222,6 +222,16 @@ def test_copied_by_skopeo_it_is_still_the_group(tree: str, registry: Registry, p
     assert group("show", f"{registry.host}/group/back:1")["digest"] == digest
 
 
+def test_show_is_for_people(home: str, tree: str) -> None:
+    ref = f"oci:{home}/people:1"
+    settings = ("--env", "A=1", "--env", "B=[x] y", "--cmd", "sh", "--cmd", "it's", "--workdir", "/w")
+    group("build", ref, "--from", os.path.join(tree, "sub"), *settings)
+    done = CliRunner().invoke(cli, ["group", "show", ref], catch_exceptions=False)
+    lines = done.output.splitlines()
+    for line in ("Env       A=1", "Env       B=[x] y", 'Cmd       ["sh", "it\'s"]', "WorkingDir /w"):
+        assert line in lines, done.output
+
+
 def test_the_command_says_in_one_line_what_is_wrong(registry: Registry, tree: str) -> None:
     """As a process: exit codes and what a person sees."""
     for arguments, code, text in (

@@ -219,6 +219,22 @@ def test_a_timeout_kills_the_whole_tree(bench: Bench, how: str) -> None:
         assert env.exec(["echo", "fine"]).text == "fine\n"
 
 
+def test_python_takes_paths_and_says_what_is_missing(bench: Bench) -> None:
+    with weenv.Environment.start(Path(bench.plan), config=bench.config) as env:
+        with weenv.Environment.attach(env.id, config=Path(bench.config)) as again:
+            assert again.exec(["echo", "seen"]).text == "seen\n"
+        assert env.exec(["true"]).ok
+    assert not bench.left()
+    for plan in ("nowhere/plan.yaml", Path("nowhere/plan.yaml")):
+        with pytest.raises(weenv.WeenvError, match=r"nowhere/plan\.yaml: cannot be read: No such file"):
+            weenv.Environment.start(plan, config=weenv.load_config(bench.config))
+    with pytest.raises(weenv.WeenvError, match="no such file: /nowhere"):
+        weenv.Environment.start(bench.plan, config="/nowhere/config.toml")
+    done = bench.call("run", "--rm", "nowhere/plan.yaml", "--", "true")
+    assert done.returncode == 1
+    assert done.stderr.decode().splitlines()[0] == "weenv: nowhere/plan.yaml: cannot be read: No such file or directory"
+
+
 def test_a_cancelled_exec_kills_the_tree(bench: Bench) -> None:
     async def go() -> None:
         async with await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded) as env:

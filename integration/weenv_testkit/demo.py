@@ -221,6 +221,15 @@ def node_content(node: Node, namespace: str) -> dict[str, int]:
     return {digest: os.path.getsize(path) for digest, path in paths.items() if os.path.exists(path)}
 
 
+def save_logs(work: str) -> str:
+    """Move the logs that the parts have left below ``work`` to a directory of their own; its path."""
+    saved = tempfile.mkdtemp(prefix="weenv-demo-logs.", dir="/var/tmp")
+    for depth in ("*.log", "*/*.log", "*/*/*.log"):
+        for path in Path(work).glob(depth):
+            shutil.move(path, os.path.join(saved, "-".join(path.relative_to(work).parts)))
+    return saved
+
+
 def megabytes(size: int) -> str:
     """``12.3 MB``."""
     return f"{size / 1e6:.1f} MB"
@@ -234,18 +243,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if os.geteuid() != 0:
         print("demo: needs root, because it mounts and runs containers; run: sudo make demo", file=sys.stderr)
         return 1
-    if options.keep:
-        os.environ["WEENV_TEST_KEEP"] = "1"
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that everything is taken away again
     console = Console(highlight=False)
     if not console.is_terminal:
         console = Console(highlight=False, width=120)
     work = tempfile.mkdtemp(prefix="wd.", dir="/var/tmp")
+    # Whether the logs are wanted is known at the end; the parts remove their own directories before that.
+    os.environ["WEENV_TEST_KEEP"] = "1"
     begin = time.monotonic()
+    failed = False
     try:
         Demo(console, work).main()
     except (Failed, FileNotFoundError) as error:
-        print(f"demo: {error}", file=sys.stderr)
+        failed = True
+        for text in (f"demo: {error}", *getattr(error, "__notes__", ())):
+            print(text, file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("demo: interrupted; everything has been taken away again", file=sys.stderr)
@@ -254,6 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.keep:
             console.print(f"kept: {work}")
         else:
+            if failed:
+                print(f"demo: the logs of its parts are in {save_logs(work)}", file=sys.stderr)
             shutil.rmtree(work, ignore_errors=True)
     console.print(f"[dim]All of it took {time.monotonic() - begin:.0f} s; nothing is left mounted or running.[/dim]")
     return 0

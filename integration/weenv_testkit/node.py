@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 from weenv_testkit import tools
@@ -31,6 +31,14 @@ from weenv_testkit.registry import free_port
 SNAPSHOTTER = "weenv"
 
 _LOUD = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^Traceback |^[A-Za-z_.]+(Error|Exception)\b|Task exception was never")
+
+
+def keep_first(first: BaseException, end: Callable[[], object]) -> None:
+    """Call ``end`` while ``first`` is under way: what fails then is noted on ``first``, which it must not take the place of."""
+    try:
+        end()
+    except Failed as error:
+        first.add_note(f"and while it was taken away: {error}")
 
 
 class Daemon:
@@ -230,13 +238,16 @@ class Node:
     def __enter__(self) -> Node:
         try:
             self.start()
-        except BaseException:
-            self._clear()
+        except BaseException as error:
+            keep_first(error, self._clear)
             raise
         return self
 
     def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
+        if value is not None:
+            keep_first(value, self.close)
+        else:
+            self.close()
 
     def close(self) -> None:
         """Stop everything, unmount everything, remove the directory. Raises Failed where something cannot be had away."""
@@ -247,7 +258,10 @@ class Node:
                 daemon.stop()
             except Failed as error:
                 errors.append(str(error))
-        self._clear()
+        try:
+            self._clear()
+        except Failed as error:
+            errors.append(str(error))
         if errors:
             raise Failed("\n".join(errors))
 
@@ -259,7 +273,7 @@ class Node:
         unmount_under(self.home)
         # What holds the FUSE descriptor ends by itself once its mount is gone.
         try:
-            wait_until("the holder to end", lambda: not processes_of(self.home), 5)
+            wait_until("the holder to end", lambda: not processes_of(self.home), 30)
         except Failed as error:
             left = processes_of(self.home)
             end_processes(left)

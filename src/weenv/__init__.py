@@ -5,17 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from weenv.core.errors import WeenvError
     from weenv.environment.api import AsyncEnvironment, Environment
     from weenv.environment.exec import ExecResult
+    from weenv.environment.node import load as load_config
 
 __version__ = "0.1.0"
 
-__all__ = ["AsyncEnvironment", "Environment", "ExecResult", "__version__"]
+__all__ = ["AsyncEnvironment", "Environment", "ExecResult", "WeenvError", "__version__", "load_config"]
 
 _LAZY = {
-    "AsyncEnvironment": "weenv.environment.api",
-    "Environment": "weenv.environment.api",
-    "ExecResult": "weenv.environment.exec",
+    "AsyncEnvironment": ("weenv.environment.api", "AsyncEnvironment"),
+    "Environment": ("weenv.environment.api", "Environment"),
+    "ExecResult": ("weenv.environment.exec", "ExecResult"),
+    "WeenvError": ("weenv.core.errors", "WeenvError"),
+    "load_config": ("weenv.environment.node", "load"),
 }
 
 
@@ -25,4 +29,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'weenv' has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(_LAZY[name]), name)
+    module, attribute = _LAZY[name]
+    return getattr(import_module(module), attribute)

@@ -22,6 +22,7 @@ from weenv.registry.auth import Authorizer, scope_of
 from weenv.registry.challenge import MAX_TOKEN_ANSWER, TokenRequest
 from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
 from weenv.registry.credentials import CredentialStore
+from weenv.registry.internal import leads_inside
 from weenv.registry.policy import (
     MAX_HOPS,
     REDIRECTS,
@@ -149,8 +150,13 @@ class RegistryClient:
         plain = self.config.is_plain(parts.netloc) and self.config.is_configured(parts.netloc)  # loopback is not by itself
         if parts.scheme == "http" and urlsplit(url).scheme == "https" and not plain:
             raise SourceError(
-                f"{host} redirects from TLS to plain HTTP at {parts.netloc}",
+                f"{host} redirects from TLS to plain HTTP at {parts.hostname}",
                 hint="list that host as plain HTTP if this is meant",
+            )
+        if leads_inside(url, target, self.config):
+            raise SourceError(
+                f"{host} redirects to {parts.hostname}, which is this node or its link",
+                hint="list that host in [registry] allow_sources if this is meant",
             )
         self.counters.redirects += 1
         return target

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import ipaddress
 import socket
+from urllib.parse import urlsplit
 
-from weenv.registry.config import is_loopback, split_host
+from weenv.registry.config import RegistryConfig, is_loopback, split_host
 
 METADATA = frozenset(
     ipaddress.ip_address(text)
@@ -33,7 +34,7 @@ def is_internal_address(text: str) -> bool:
     """True for loopback, link-local, unspecified, multicast and metadata addresses, also as IPv6 forms of IPv4 ones."""
     address = ipaddress.ip_address(text.partition("%")[0])
     if isinstance(address, ipaddress.IPv6Address):
-        if address in _NAT64:
+        if any(address in network for network in _AROUND_IPV4):
             return is_internal_address(str(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)))
         inner = address.ipv4_mapped or address.sixtofour
         if inner is not None:
@@ -48,8 +49,11 @@ def is_internal_address(text: str) -> bool:
     )
 
 
-_NAT64 = ipaddress.ip_network("64:ff9b::/96")
-"""RFC 6052."""
+_AROUND_IPV4 = tuple(ipaddress.ip_network(text) for text in ("64:ff9b::/96", "64:ff9b:1::/48", "::/96"))
+"""IPv6 addresses that end in an IPv4 one: RFC 6052, RFC 8215 (as far as it is used with /96), RFC 4291 section 2.5.5.1.
+
+``::`` and ``::1`` are among the last; as 0.0.0.0 and 0.0.0.1 they are internal, too.
+"""
 _THIS_NETWORK = ipaddress.ip_network("0.0.0.0/8")
 
 
@@ -66,3 +70,21 @@ async def is_internal(host: str) -> bool:
     except (OSError, UnicodeError):
         return False
     return any(is_internal_address(str(address[0])) for *_, address in found)
+
+
+def leads_inside(source: str, target: str, config: RegistryConfig) -> bool:
+    """Whether a redirect from URL ``source`` to URL ``target`` leads to this node, its link or a metadata service.
+
+    Judged by the name in the URL, as it stands there. A registry on loopback may lead elsewhere on loopback, and any to what is
+    configured.
+    """
+    here, there = urlsplit(source).hostname or "", urlsplit(target)
+    name = there.hostname or ""
+    if name == here or config.is_configured(there.netloc.rpartition("@")[2]):
+        return False
+    if is_loopback(name):
+        return not is_loopback(here)
+    try:
+        return is_internal_address(name)
+    except ValueError:
+        return False

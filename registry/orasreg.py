@@ -27,6 +27,7 @@ from weenv.core.errors import SourceError, UnauthorizedError, UnavailableError, 
 from weenv.registry.auth import Authorizer
 from weenv.registry.client import origin
 from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
+from weenv.registry.internal import leads_inside
 from weenv.registry.policy import MAX_HOPS, REFUSED, TRANSIENT, parse_retry_after, retry_delay
 from weenv.registry.reference import api_host
 from weenv.registry.threads import Cancelled
@@ -108,10 +109,13 @@ class _Session(requests.Session):
 
     def get_redirect_target(self, resp: Any) -> str | None:
         target: str | None = super().get_redirect_target(resp)
-        if target and target.startswith("http:") and str(resp.url).startswith("https:"):
-            netloc = urlsplit(target).netloc
-            if not self._config.is_plain(netloc):
-                raise SourceError(f"redirect from TLS to plain HTTP at {netloc}")
+        if target is None:
+            return None
+        parts = urlsplit(target)
+        if parts.scheme == "http" and str(resp.url).startswith("https:") and not self._config.is_plain(parts.netloc):
+            raise SourceError(f"redirect from TLS to plain HTTP at {parts.hostname}")
+        if parts.hostname and leads_inside(str(resp.url), target, self._config):
+            raise SourceError(f"redirect to {parts.hostname}, which is this node or its link")
         return target
 
 

@@ -65,3 +65,20 @@ async def test_a_redirect_from_tls_does_not_lead_to_this_node() -> None:
         assert hop(client, "https://storage.example/x") == "https://storage.example/x"
     async with RegistryClient(RegistryConfig(plain_http=frozenset({"127.0.0.1:8080"}))) as client:
         assert hop(client, "http://127.0.0.1:8080/x") == "http://127.0.0.1:8080/x"
+
+
+async def test_a_redirect_in_plain_http_does_not_lead_to_this_node_either() -> None:
+    def hop(client: RegistryClient, source: str, target: str) -> str:
+        answer: Any = SimpleNamespace(headers={"Location": target})
+        return client.next_hop(f"http://{source}/v2/x/blobs/sha256:0", answer, source, 1)
+
+    async with RegistryClient(RegistryConfig(plain_http=frozenset({"10.0.0.5:5000"}))) as client:
+        for address in ("169.254.169.254", "u:p@127.0.0.1", "[::1]:80", "[::127.0.0.1]", "[64:ff9b:1::a9fe:a9fe]"):
+            target = f"http://{address}/x"
+            with pytest.raises(SourceError, match="which is this node or its link") as caught:
+                hop(client, "10.0.0.5:5000", target)
+            assert "u:p" not in str(caught.value)
+        assert hop(client, "10.0.0.5:5000", "http://10.0.0.6/x") == "http://10.0.0.6/x"
+        assert hop(client, "127.0.0.1:5000", "http://127.0.0.1:5001/x") == "http://127.0.0.1:5001/x"
+    async with RegistryClient(RegistryConfig(allow_sources=frozenset({"127.0.0.1:9"}))) as client:
+        assert hop(client, "10.0.0.5:5000", "http://127.0.0.1:9/x") == "http://127.0.0.1:9/x"

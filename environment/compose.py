@@ -27,7 +27,7 @@ from weenv.environment.model import Plan
 from weenv.environment.notlazy import LABEL, NotLazyGroup, from_label, to_label
 from weenv.layer.verify import LAYER_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations
 from weenv.plugin.containerd.client import ContainerdError, Namespaced
-from weenv.plugin.containerd.types import LABEL_PREFIX, LABEL_SNAPSHOT_REF, Descriptor, Image
+from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_PREFIX, LABEL_SNAPSHOT_REF, Descriptor, Image
 from weenv.registry.groupref.model import MAX_STACK, LayerRef, ResolvedGroup
 from weenv.registry.groupref.resolve import this_platform
 from weenv.registry.manifest import OCI_CONFIG, OCI_MANIFEST
@@ -88,7 +88,9 @@ class StackedLayer:
     def labels(self, chain: str) -> dict[str, str]:
         """What the snapshotter is told of it."""
         told = self.blob.annotations if self.lazy or self.served is not None else {}
-        return {key: value for key, value in told.items() if key.startswith(LABEL_PREFIX)} | {LABEL_SNAPSHOT_REF: chain}
+        return {key: value for key, value in told.items() if key.startswith(LABEL_PREFIX) and key != LABEL_NOT_LAZY} | {
+            LABEL_SNAPSHOT_REF: chain
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,27 +333,30 @@ class _Stacking:
         parent = chains[first - 1] if first else ""
         for layer, chain in zip(layers[first:], chains[first:], strict=True):
             if layer.lazy or layer.served is not None:
-                exists = await self._offer(layer, chain, parent)
-                if not exists and layer.lazy:
-                    hint = "the snapshotter's log says why; see also: weenv doctor"
-                    raise NotLazyError(layer.ref, layer.group, "is not served lazily on this node", hint)
-                if not exists:
+                refused = await self._offer(layer, chain, parent)
+                if refused is not None and layer.lazy:
+                    why, _, hint = refused.partition("\n")
+                    what = f"is not served lazily on this node: {why or 'its snapshotter does not say why'}"
+                    raise NotLazyError(layer.ref, layer.group, what, hint or "see its log, and weenv doctor")
+                if refused is not None:
                     layer = replace(layer, served=None, reason="the snapshotter does not serve the converted layer")
             if not layer.lazy:
                 await self._not_lazy(layer, chain, parent)
             parent = chain
 
-    async def _offer(self, layer: StackedLayer, chain: str, parent: str) -> bool:
-        """True where the snapshot exists afterwards."""
+    async def _offer(self, layer: StackedLayer, chain: str, parent: str) -> str | None:
+        """None where the snapshot exists afterwards, else what LABEL_NOT_LAZY says."""
         key = temporary_key(chain)
         try:
             await self._snapshots.prepare(key, parent, layer.labels(chain))
         except ContainerdError as error:
             if error.code != "ALREADY_EXISTS":
                 raise
-            return True
-        await self._snapshots.remove(key)
-        return False
+            return None
+        try:
+            return (await self._snapshots.stat(key)).labels.get(LABEL_NOT_LAZY, "")
+        finally:
+            await self._snapshots.remove(key)
 
     async def _not_lazy(self, layer: StackedLayer, chain: str, parent: str) -> None:
         from weenv.environment.unpack import unpack

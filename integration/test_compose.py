@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Coroutine
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -143,3 +144,25 @@ def test_a_layer_that_is_not_lazy_is_said_and_leaves_nothing(node: Node, groups:
         on(node, lambda ns: register(image, ns), "none")
     wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "none"), 20)
     assert not node.containerd.content("none")
+
+
+def test_a_registry_on_the_node_is_trusted_once_the_operator_names_it(
+    line: str, home: str, registry: Registry, groups: Groups, tmp_path: Path
+) -> None:
+    """Nothing in the configuration names it: the first thing that anybody tries."""
+    path = os.path.join(home, f"own{line}")
+    os.mkdir(path)
+    with Node(line, path, registry="registry.invalid") as own:
+        own.expect("not.*lazy|which is this node")
+        image = asyncio.run(compose(plan(groups.base, groups.tool)))
+        with pytest.raises(NotLazyError, match=f"its source annotation names {registry.host}") as refused:
+            on(own, lambda ns: register(image, ns))
+        assert f'allow_sources = ["{registry.host}"]' in refused.value.hint
+        wanted = tmp_path / "plan.yaml"
+        wanted.write_text(
+            "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\nmetadata: {name: own}\n"
+            f"groups:\n  - {groups.base}\n  - {groups.tool}\n"
+        )
+        made = run(*tools.weenv(), "plan", "compose", str(wanted), "--config", own.run_config(), timeout=60).strip()
+        assert own.shell(made, "run it", "default") == "tool it\n"
+        assert os.stat(os.path.join(own.root, "trusted-hosts")).st_mode & 0o777 == 0o600

@@ -20,8 +20,9 @@ from simulator.registry import SimulatedRegistry, drop_at_once, status
 
 from weenv.core import digest as digests
 from weenv.core.aio import Background
-from weenv.core.errors import MountError
+from weenv.core.errors import MountError, SnapshotExists
 from weenv.layer.encode import encode_layer
+from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF
 from weenv.plugin.snapshotter import resolve
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.layerdir import LayerDirs
@@ -33,6 +34,7 @@ from weenv.plugin.snapshotter.resolve import REASONS, Resolver, reason_of
 from weenv.plugin.snapshotter.service import Snapshotter
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
+from weenv.registry.trusted import add_hosts
 from weenv_testkit.images import Member, write_tar
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -215,6 +217,24 @@ async def test_an_annotation_cannot_send_the_node_to_itself(
         source = {"containerd.io/snapshot/weenv.source": f"{registry.host}/{REPOSITORY}"}
         own = replace(own, annotations={**own.annotations, **source})
         assert await n.containerd.namespace("default").pull(images.image([own])) == [], "the image's own registry"
+
+
+async def test_a_registry_of_the_operators_may_be_on_the_node(
+    root: str, registry: SimulatedRegistry, images: Images, caplog: pytest.LogCaptureFixture
+) -> None:
+    source = {"containerd.io/snapshot/weenv.source": f"{registry.host}/{REPOSITORY}"}
+    layer = images.file("own")
+    layer = replace(layer, annotations={**layer.annotations, **source})
+    chain = {LABEL_SNAPSHOT_REF: layer.diff_id}
+    async with node(root, registry) as n:
+        await n.core.prepare(f"default/1/extract-1 {layer.diff_id}", "", {**layer.annotations, **chain})
+        told = (await n.core.stat(f"default/1/extract-1 {layer.diff_id}")).labels[LABEL_NOT_LAZY]
+        assert registry.host in told and f'allow_sources = ["{registry.host}"]' in told.splitlines()[1]
+        (logged,) = [record for record in caplog.records if "image is not served lazily" in record.message]
+        assert logged.layer == layer.digest and not hasattr(logged, "chain")  # type: ignore[attr-defined]
+        add_hosts(root, [registry.host])
+        with pytest.raises(SnapshotExists, match="lazily"):
+            await n.core.prepare(f"default/2/extract-2 {layer.diff_id}", "", {**layer.annotations, **chain})
 
 
 async def test_what_is_logged_has_no_empty_fields(

@@ -15,6 +15,8 @@ LEASE_HEADER = "containerd-lease"
 
 LABEL_SNAPSHOT_REF = "containerd.io/snapshot.ref"
 """On Prepare: the chainID that the unpacker wants; on a committed snapshot: the chainID that it is."""
+LABEL_NOT_LAZY = "containerd.io/snapshot/weenv.not-lazy"
+"""On an active snapshot that was asked for as a lazy layer: why it is not one, and in a second line what to do."""
 LABEL_PREFIX = "containerd.io/snapshot/"
 """Labels (and layer annotations) with this prefix reach the snapshotter (core/snapshots/snapshotter.go, v2.1.9)."""
 

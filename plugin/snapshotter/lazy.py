@@ -49,7 +49,7 @@ class Lazy:
 
     def resolve(
         self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
-    ) -> contextlib.AbstractAsyncContextManager[int | None]:
+    ) -> contextlib.AbstractAsyncContextManager[int | str | None]:
         """See Resolver."""
         return self._resolver.resolve(labels, key, parent_ref, lowers)
 

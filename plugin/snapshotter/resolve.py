@@ -36,7 +36,7 @@ from weenv.core.errors import (
     VerificationError,
     WeenvError,
 )
-from weenv.layer.verify import LayerDescriptor, parse_annotations, verify_tail_bytes
+from weenv.layer.verify import LAYER_ANNOTATION, LayerDescriptor, parse_annotations, verify_tail_bytes
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.implied import attributes_below
@@ -50,6 +50,7 @@ from weenv.registry.internal import is_internal
 from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Manifest, parse_manifest
 from weenv.registry.reference import Reference, parse_reference
 from weenv.registry.source import open_source
+from weenv.registry.trusted import TrustedHosts
 
 log = logging.getLogger(__name__)
 
@@ -178,35 +179,39 @@ class Resolver:
         self._planning: SingleFlight[tuple[str, str], Plan | None] = SingleFlight()
         self._making: SingleFlight[str, LayerFacts] = SingleFlight()
         self._large = asyncio.Semaphore(1)
+        self._trusted = TrustedHosts(config.root)
         self._hosts: OrderedDict[str, tuple[float, bool]] = OrderedDict()
 
     @contextlib.asynccontextmanager
     async def resolve(
         self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
-    ) -> AsyncIterator[int | None]:
-        """Id of the mounted layer that ``labels`` describe, or None; pinned within the block."""
+    ) -> AsyncIterator[int | str | None]:
+        """Id of the mounted layer that ``labels`` describe, pinned within the block; or why there is none.
+
+        The latter is what LABEL_NOT_LAZY holds, or None where no lazy layer was asked for.
+        """
+        why: str | None = None
         try:
             descriptor = parse_annotations(labels)
         except FormatError as error:
-            self._fall_back(labels, key, "bad-labels", error.message)
-            descriptor = None
+            why, descriptor = self._fall_back(labels, key, "bad-labels", error.message), None
         else:
             if descriptor is None:
                 self._fall_back(labels, key, "not-converted" if LABEL_SNAPSHOT_REF in labels else "no-labels")
         if descriptor is None:
-            yield None
+            yield why
             return
         with self.layers.pin(descriptor.digest):
             layer_id = await self._decide(descriptor, labels, key, parent_ref, lowers)
             try:
                 yield layer_id
             finally:  # with a snapshot that refers to it, or an error: it is not kept for its own sake any more
-                if layer_id is not None:
+                if isinstance(layer_id, int):
                     self.layers.adopted(descriptor.digest)
 
     async def _decide(
         self, descriptor: LayerDescriptor, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
-    ) -> int | None:
+    ) -> int | str:
         image = _image(labels)
         plan: Plan | None = None
         try:
@@ -215,8 +220,7 @@ class Resolver:
                 try:
                     plan = await self._plan(image, labels) if image is not None else None
                     if plan is not None and not plan.allows(descriptor.digest):
-                        self._fall_back(labels, key, "below-not-lazy", plan.reason)
-                        return None
+                        return self._fall_back(labels, key, "below-not-lazy", plan.reason)
                     facts = await making
                 finally:
                     making.cancel()
@@ -229,8 +233,7 @@ class Resolver:
             if plan is not None:
                 plan.end_at(descriptor.digest, reason)
             text = str(error) or f"not ready within {self._config.resolve_timeout:g} s"
-            self._fall_back(labels, key, reason, text, error.hint if isinstance(error, WeenvError) else "")
-            return None
+            return self._fall_back(labels, key, reason, text, error.hint if isinstance(error, WeenvError) else "")
         self._metrics.resolved.inc()
         return layer_id
 
@@ -290,7 +293,7 @@ class Resolver:
             host = descriptor.source[0]
             failure = _Refused(
                 f"its source annotation names {host}, which is this node or its link",
-                hint=f'if that registry is meant, set [registry] allow_sources = ["{host}"]',
+                hint=f'if that registry is meant, set [registry] allow_sources = ["{host}"], and start the snapshotter again',
             )
         for origin in origins:
             try:
@@ -328,7 +331,7 @@ class Resolver:
 
     async def _may_ask(self, host: str) -> bool:
         """Whether an annotation may send this node to ``host``; see :mod:`weenv.registry.internal`."""
-        if self._config.registry.is_configured(host):
+        if self._config.registry.is_configured(host) or host in self._trusted:
             return True
         known = self._hosts.get(host)
         if known is None or known[0] < time.monotonic():
@@ -405,26 +408,33 @@ class Resolver:
 
     # telling
 
-    def _fall_back(self, labels: Mapping[str, str], key: str, reason: str, detail: str = "", hint: str = "") -> None:
-        """Count the layer; log and count the image, once: what its other layers say are consequences."""
+    def _fall_back(self, labels: Mapping[str, str], key: str, reason: str, detail: str = "", hint: str = "") -> str:
+        """Count the layer; log and count the image, once: what its other layers say are consequences.
+
+        Returns the reason and, in a second line, the remedy.
+        """
         self._metrics.ordinary_layers.labels(reason=reason).inc()
+        layer = labels.get(LABEL_LAYER, "") or labels.get(LAYER_ANNOTATION, "").partition(",")[0]
         extra = {
             "reason": reason,
             "image": labels.get(LABEL_IMAGE, ""),
-            "layer": labels.get(LABEL_LAYER, "") or key.rpartition(" ")[2],
+            "layer": layer,
+            "chain": "" if layer else key.rpartition(" ")[2],
             "detail": " ".join(detail.split())[:500],
-            "hint": hint or _REMEDIES.get(reason, ""),
+            "hint": " ".join((hint or _REMEDIES.get(reason, "")).split())[:500],
         }
+        why = f"{extra['detail'] or REASONS[reason]}\n{extra['hint']}".encode("utf-8", "replace").decode()
         extra = {name: value for name, value in extra.items() if value}
         image, now = (labels.get(LABEL_IMAGE, ""), labels.get(LABEL_MANIFEST, "")), time.monotonic()
         while self._told and next(iter(self._told.values())) < now:
             self._told.popitem(last=False)
         if image in self._told:
             log.debug("layer is not served lazily: %s", REASONS[reason], extra=extra)
-            return
+            return why
         self._told[image] = now + (_TOLD if any(image) else _TOLD_UNNAMED)
         self._metrics.fallbacks.labels(reason=reason).inc()
         log.warning("image is not served lazily: %s", REASONS[reason], extra=extra)
+        return why
 
 
 def _image(labels: Mapping[str, str]) -> Reference | None:

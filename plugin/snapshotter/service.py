@@ -34,7 +34,7 @@ from typing import Protocol
 
 from weenv.core.aio import SingleFlight
 from weenv.core.errors import InvalidRequest, SnapshotExists, SnapshotInUse, SnapshotNotFound, StorageError, UnavailableError
-from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF, Kind, Mount, SnapshotInfo, Usage
+from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF, Kind, Mount, SnapshotInfo, Usage
 from weenv.plugin.snapshotter import disk
 from weenv.plugin.snapshotter.filters import compile_filters
 from weenv.plugin.snapshotter.metastore import Metastore, Snapshot
@@ -84,13 +84,13 @@ class LazyLayers(Protocol):
 
     def resolve(
         self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
-    ) -> contextlib.AbstractAsyncContextManager[int | None]:
+    ) -> contextlib.AbstractAsyncContextManager[int | str | None]:
         """Make the layer that ``labels`` describe ready on top of ``lowers`` (directories, top first).
 
         ``parent_ref`` is the parent's chainID, or empty where there is no parent or its chainID is not known.
 
-        Gives its id, and keeps it from being swept within the block; None where the snapshot is to be an ordinary one,
-        which has been logged and counted.
+        Gives its id, and keeps it from being swept within the block; where the snapshot is to be an ordinary one, which has
+        been logged and counted, why (LABEL_NOT_LAZY), or None where nothing lazy was asked for.
         """
 
     async def sweep(self) -> None:
@@ -120,9 +120,9 @@ class NoLazyLayers:
     @contextlib.asynccontextmanager
     async def resolve(
         self, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
-    ) -> AsyncIterator[int | None]:
+    ) -> AsyncIterator[int | str | None]:
         """Everything is ordinary."""
-        yield None
+        yield "lazy layers are switched off, or this kernel has none\nsee weenv doctor, and [snapshotter] lazy"
 
     async def sweep(self) -> None:
         """Nothing to do."""
@@ -261,9 +261,11 @@ class Snapshotter:
             if self.store.find_ref(target, parent) is not None:
                 raise SnapshotExists(f"target snapshot {target!r} is there already")
             async with self.layers.resolve(labels, key, base.ref if base else "", lower.paths if lower else ()) as layer_id:
-                if layer_id is not None:
+                if isinstance(layer_id, int):
                     self._commit_lazy(target, parent, labels, layer_id)
                     raise SnapshotExists(f"target snapshot {target!r} is mounted lazily")
+                if layer_id is not None and _size(key, parent, told := {**labels, LABEL_NOT_LAZY: layer_id}) <= _SNAPSHOT_MAX:
+                    labels = told
             base, lower = await self._ready(parent)
         elif not labels and " sha256:" in key:
             async with self.layers.resolve(labels, key, "", lower.paths if lower else ()):

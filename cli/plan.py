@@ -324,7 +324,7 @@ def compose_plan(
 
     async def work(resolver: Resolver) -> tuple[Composed, Registered]:
         local = NodeLayers(resolver.client, node.root, settings, show=bar)
-        image = await compose(loaded, resolver=resolver, root=node.root, local=local)
+        image = await compose(loaded, resolver=resolver, root=node.root, local=local, own=True)
         async with Client(node.run.address) as client:
             where = client.namespace(node.run.namespace)
             return image, await register(image, where, snapshotter=node.run.snapshotter, local=local)

@@ -11,6 +11,7 @@ import click
 
 from weenv.cli import render
 from weenv.cli.daemons import CONFIG, log_options, start_logging
+from weenv.core.errors import ConfigError
 from weenv.core.settings import read_tables
 
 
@@ -50,6 +51,9 @@ def serve(
     logging.getLogger("aiohttp.server").setLevel(logging.WARNING)
     tables = read_tables(config_path)
     sources = tuple(os.path.abspath(source) if source.startswith((".", "/")) else source for source in plans)
+    for source in sources:
+        if source.startswith("/") and not os.path.isdir(source):
+            raise ConfigError(f"--plans: there is no directory {source}", hint="make it, or name a registry: HOST[/PREFIX]")
     config = from_tables(tables, address=address, plans=sources or None, groups=allow or None, blobs=blobs)
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor a client, one a registry's connection

@@ -17,6 +17,7 @@ import click
 from weenv import __version__
 from weenv.core.errors import WeenvError
 from weenv.core.log import printable
+from weenv.core.rights import remedy
 
 
 class LazyGroup(click.Group):
@@ -118,17 +119,21 @@ def completion(shell: str) -> None:
     click.echo(found(cli, {}, "weenv", "_WEENV_COMPLETE").source())
 
 
+def _lines(error: WeenvError) -> list[str]:
+    text = " ".join(error.message.split()) or type(error).__name__
+    if not error.message and str(error):
+        text = str(error)
+    return [printable(f"weenv: {text}"), *(printable(f"  {line.strip()}") for line in error.hint.splitlines())]
+
+
 def explain(error: BaseException) -> str:
-    """One line (two with a hint) for an expected error."""
+    """One line (two with a hint) for an expected error, and for each that was found with it."""
     if isinstance(error, WeenvError):
-        text = " ".join(error.message.split()) or type(error).__name__
-        if not error.message and str(error):
-            text = str(error)
-        lines = [f"weenv: {text}", *(f"  {line.strip()}" for line in error.hint.splitlines())]
-        return "\n".join(map(printable, lines))
+        return "\n".join(line for one in (error, *error.also) for line in _lines(one))
     if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
-        return printable(f"weenv: {where}{error.strerror or error}")
+        hint = remedy(error)
+        return printable(f"weenv: {where}{error.strerror or error}") + (f"\n  {hint}" if hint else "")
     return printable(f"weenv: internal error: {type(error).__name__}: {error} (run again with --debug and report it)")
 
 

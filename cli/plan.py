@@ -6,12 +6,14 @@ import asyncio
 import os
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 import click
 
 from weenv.cli import render
 from weenv.cli.plan_push import pull, push
+from weenv.core.errors import WeenvError
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
 from weenv.environment.model import Plan
 
@@ -27,7 +29,7 @@ Found = tuple[bytes, list[int], str]
 _config = click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration.")
 _plain_http = click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry.")
 _json = click.option("--json", "as_json", is_flag=True, help="For machines.")
-_file = click.argument("path", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))
+_file = click.argument("path", metavar="PLAN")
 
 
 @click.group()
@@ -79,19 +81,46 @@ def _load(path: str) -> Plan:
 @_file
 @_json
 def check(path: str, as_json: bool) -> None:
-    """Say whether a plan is well formed; every fault with its line and column. Asks no registry.
+    """Say whether a plan is well formed; every fault with its line and column (the first 50). Asks no registry.
 
     \b
-    Example:
+    Examples:
       weenv plan check task.yaml
+      weenv plan check --json task.yaml | jq '.faults[]'
     """
-    loaded = _load(path)
+    from weenv.environment.yamlnodes import PlanError
+
+    try:
+        loaded = _load(path)
+    except PlanError as error:
+        if as_json:
+            render.print_json({"faults": [_fault(item) for item in (error, *error.also)]})
+        raise
     if as_json:
         render.print_json(
-            {"name": loaded.name, "groups": [use.ref for use in loaded.groups], "mutations": len(loaded.mutations)}
+            {
+                "name": loaded.name,
+                "groups": [use.ref for use in loaded.groups],
+                "mutations": len(loaded.mutations),
+                "faults": [],
+            }
         )
     else:
         click.echo(f"{path}: {len(loaded.groups)} groups, {len(loaded.mutations)} mutations")
+
+
+def _fault(error: WeenvError) -> dict[str, object]:
+    place = {"line": getattr(error, "line", 0), "column": getattr(error, "column", 0)}
+    return {**place, "message": error.message, "hint": error.hint}
+
+
+def _not_run(loaded: Plan) -> list[dict[str, object]]:
+    """The plan's ``run`` mutations, which no image has."""
+    return [
+        {"line": mutation.line, "command": list(mutation.run), "directory": mutation.directory}
+        for mutation in loaded.mutations
+        if mutation.run
+    ]
 
 
 @plan.command("lock", short_help="Pin every group of a plan by digest.")
@@ -173,12 +202,12 @@ def show(path: str, conflicts: bool, config_path: str, plain_http: tuple[str, ..
       weenv plan show task.yaml
       weenv plan show task.yaml --conflicts --json
     """
-    from dataclasses import replace
-
+    from weenv.environment import foretell
     from weenv.environment.compose import compose_image
     from weenv.environment.composeconfig import compose_config
     from weenv.environment.conflicts import find_conflicts
     from weenv.environment.nodelayers import NodeLayers
+    from weenv.environment.runconfig import load
     from weenv.environment.tocs import TocReader
     from weenv.plugin.snapshotter.config import from_tables
 
@@ -186,63 +215,92 @@ def show(path: str, conflicts: bool, config_path: str, plain_http: tuple[str, ..
     tables = read_tables(config_path)
     root, settings = from_tables(tables).root, compose_config(tables)
 
-    async def work(resolver: Resolver) -> tuple[list[ResolvedGroup], Composed, list[Found]]:
+    async def work(resolver: Resolver) -> Drawn:
         groups = await resolver.resolve_all(use.ref for use in loaded.groups)
-        image = compose_image(loaded, groups)
+        platform = loaded.platform or resolver.platform
+        image = compose_image(loaded, groups, platform=platform)
         local = NodeLayers(resolver.client, root, settings)
-        image = replace(image, layers=tuple(local.known(layer) for layer in image.layers))
+        chains = image.chains
+        wanting = [chain for chain, layer in zip(chains, image.layers, strict=True) if not layer.lazy]
+        there = await foretell.snapshots(wanting, load(config_path).run) if wanting else {}
+        layers = tuple(local.known(layer) for layer in image.layers)
+        fates = [_fate(layer, settings.not_lazy, there.get(chain)) for chain, layer in zip(chains, layers, strict=True)]
         found: list[Found] = []
         if conflicts:
-            readable = enumerate(image.layers)
+            readable = enumerate(layers)
             lazy = [(number, layer) for number, layer in readable if layer.lazy or layer.served is not None]
             tocs = await TocReader(resolver.client, root).read_all([layer for _, layer in lazy])
             numbers = [number for number, _ in lazy]
             found = [(c.path, [numbers[n] for n in c.layers], c.what) for c in await asyncio.to_thread(find_conflicts, tocs)]
-        return groups, image, found
+        top = await asyncio.to_thread(foretell.mutation_layers, root, loaded.mutations, layers)
+        made = None if top is None else compose_image(loaded, groups, top, platform=platform)
+        return Drawn(groups, layers, fates, made, found)
 
-    groups, image, found = with_resolver(config_path, plain_http, work)
-    _draw(loaded, groups, image, found, conflicts, as_json, settings.not_lazy)
+    _draw(loaded, with_resolver(config_path, plain_http, work), conflicts, as_json)
 
 
-def _fate(layer: StackedLayer, setting: str) -> str:
-    """What this node makes of a layer: ``lazy``, ``converted``, or what it will do: ``convert``, ``unpack``, ``refuse``."""
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A plan's groups and their layers, bottom first, with what becomes of each (:func:`_fate`).
+
+    ``image``: what composing makes; None where the mutations' layer, and so its name, is not made yet.
+    """
+
+    groups: list[ResolvedGroup]
+    layers: tuple[StackedLayer, ...]
+    fates: list[str]
+    image: Composed | None
+    found: list[Found]
+
+
+def _fate(layer: StackedLayer, setting: str, there: bool | None) -> str:
+    """What this node makes of a layer: ``lazy``, ``converted``, or what it will do: ``convert``, ``unpack``, ``refuse``.
+
+    ``there``: whether it serves the same content lazily already, from an image that was published so (``present``), or has
+    it unpacked (``unpacked``); None: neither.
+    """
     if layer.lazy:
         return "lazy"
+    if setting == "refuse":
+        return setting
     if layer.served is not None:
         return "converted"
+    if there is not None:
+        return "present" if there else "unpacked"
     return "unpack" if layer.reason and setting == "convert" else setting
 
 
 _FATES = {
-    "converted": "converted on this node",
+    "converted": "converted on this node already",
+    "present": "on this node lazily already, from another image",
+    "unpacked": "unpacked on this node already",
     "convert": "will be converted on this node",
     "unpack": "will be fetched and unpacked",
     "refuse": "is refused here: weenv convert it",
 }
 
 
-def _draw(
-    loaded: Plan, groups: list[ResolvedGroup], image: Composed, found: list[Found], conflicts: bool, as_json: bool, setting: str
-) -> None:
-    layers = image.layers
+def _draw(loaded: Plan, drawn: Drawn, conflicts: bool, as_json: bool) -> None:
+    groups, layers, fates, image, found = drawn.groups, drawn.layers, drawn.fates, drawn.image, drawn.found
     if as_json:
         render.print_json(
             {
-                "name": image.name,
-                "digest": image.digest,
-                "lazy": image.lazy,
+                "name": None if image is None else image.name,
+                "digest": None if image is None else image.digest,
+                "lazy": all(layer.lazy for layer in layers),
                 "layers": [
                     {
                         "group": layer.group,
                         "digest": layer.ref.digest,
                         "size": layer.ref.size,
                         "lazy": layer.lazy,
-                        "served": _fate(layer, setting),
+                        "served": fate,
                         **({"local_size": layer.served.ref.size} if layer.served is not None else {}),
                         **({"reason": layer.reason} if layer.reason else {}),
                     }
-                    for layer in layers
+                    for layer, fate in zip(layers, fates, strict=True)
                 ],
+                "not_run": _not_run(loaded),
                 "conflicts": [
                     {"path": "/" + where.decode("utf-8", "backslashreplace"), "layers": which, "what": what}
                     for where, which, what in found
@@ -254,14 +312,14 @@ def _draw(
     if loaded.mutations:
         rows.append(("mutation", f"{len(loaded.mutations)} of this plan", "", "", "", "[green]lazy[/]"))
     for group in reversed(groups):
-        own = [layer for layer in layers if layer.group == group.reference]
-        ordinary = [layer for layer in own if not layer.lazy]
+        own = [(layer, fate) for layer, fate in zip(layers, fates, strict=True) if layer.group == group.reference]
+        ordinary = [layer for layer, _ in own if not layer.lazy]
         if ordinary:
-            fates = sorted({_FATES[_fate(layer, setting)] for layer in ordinary})
+            becomes = sorted({_FATES[fate] for layer, fate in own if not layer.lazy})
             reasons = "".join(sorted({f" ({layer.reason})" for layer in ordinary if layer.reason}))
             total = render.size(sum(layer.ref.size for layer in ordinary))
             told.append(
-                f"not lazy: {group.reference}: {len(ordinary)} of {len(own)} layers, {total}: {', '.join(fates)}{reasons}"
+                f"not lazy: {group.reference}: {len(ordinary)} of {len(own)} layers, {total}: {', '.join(becomes)}{reasons}"
             )
         rows.append(
             (
@@ -276,7 +334,12 @@ def _draw(
     render.table(["kind", "group (top first)", "version", "layers", "size", ""], rows, right=[3, 4])
     for text in told:
         click.echo(render.plain(text))
-    click.echo(f"{image.name}: {len(layers)} layers, {render.size(sum(layer.ref.size for layer in layers))}")
+    stacked = layers if image is None else image.layers
+    total = f"{render.counted(len(stacked), 'layer')}, {render.size(sum(layer.ref.size for layer in stacked))}"
+    if image is None:
+        click.echo(f"{total}, and that of the mutations, which weenv plan compose or run makes: only then it has its name")
+    else:
+        click.echo(f"{image.name}: {total}")
     if conflicts:
         if not found:
             click.echo("No file is in more than one layer.")
@@ -300,7 +363,8 @@ def compose_plan(
     """Make a plan's mutation layer and register its image with containerd; prints the name that can be run.
 
     No layer is downloaded, but those of groups that are not in the lazy format: they are converted on the node, once,
-    or unpacked (compose.not_lazy), and named on standard error. Composing the same plan again changes nothing.
+    or unpacked (compose.not_lazy), and named on standard error, as are the plan's run mutations: no image has those, weenv
+    run does them when the environment has started. Composing the same plan again changes nothing.
 
     \b
     Examples:
@@ -332,6 +396,10 @@ def compose_plan(
     image, made = with_resolver(config_path, plain_http, work)
     if made.not_lazy:
         say(line(made.not_lazy))
+    not_run = _not_run(loaded)
+    if not_run:
+        commands = "; ".join(f"line {item.line}: {' '.join(item.run)[:100]}" for item in loaded.mutations if item.run)
+        say(f"not in the image: {render.counted(len(not_run), 'run mutation')}, which weenv run does at start ({commands})")
     if as_json:
         render.print_json(
             {
@@ -341,6 +409,7 @@ def compose_plan(
                 "new": made.new,
                 "lazy": image.lazy,
                 "not_lazy": [group.to_json() for group in made.not_lazy],
+                "not_run": not_run,
             }
         )
     else:

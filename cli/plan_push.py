@@ -21,7 +21,7 @@ _config = click.option(
 
 
 @click.command("push", short_help="Publish a plan as an OCI artifact.")
-@click.argument("path", metavar="PLAN", type=click.Path(exists=True, dir_okay=False))
+@click.argument("path", metavar="PLAN")
 @click.argument("reference", metavar="REF")
 @_config
 @_plain_http

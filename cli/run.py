@@ -111,7 +111,7 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
     \b
     Examples:
       weenv run --rm task.yaml -- pytest -q
-      weenv run -d --name task-17 --cpus 2 --memory 4g task.yaml
+      weenv run -d --idle --name task-17 --cpus 2 --memory 4g task.yaml
       weenv run --rm -it registry.example/team/env:1-lazy -- bash
     """
     from weenv.environment.requested import options_of
@@ -270,16 +270,20 @@ def stop(environments: tuple[str, ...], grace: float, **o: Any) -> None:
 @click.command()
 @click.option("-f", "--force", is_flag=True, help="Also what runs: it is killed.")
 @click.option("-a", "--all", "everything", is_flag=True, help="All environments of the namespace.")
+@click.option("--sweep", is_flag=True, help="Only what killed commands left behind; every weenv rm removes that.")
 @node_options
 @click.argument("environments", nargs=-1)
-def rm(environments: tuple[str, ...], force: bool, everything: bool, **o: Any) -> None:
+def rm(environments: tuple[str, ...], force: bool, everything: bool, sweep: bool, **o: Any) -> None:
     """Remove environments, and those that a command which was killed has left behind.
 
     \b
     Examples:
       weenv rm -f task-17
       weenv rm --all
+      weenv rm --sweep
     """
+    if bool(environments) + everything + sweep != 1:
+        raise click.UsageError("name environments, or use one of --all and --sweep")
 
     async def work(node: Node) -> int:
         from weenv.environment import lifecycle, listing
@@ -288,6 +292,6 @@ def rm(environments: tuple[str, ...], force: bool, everything: bool, **o: Any) -
         for name in swept:
             click.echo(name)
         names = [name for name in environments if name not in swept]
-        return await listing.remove(node, names, force=force, everything=everything, said=click.echo)
+        return await listing.remove(node, names, force=force, everything=everything, said=click.echo, refused=say)
 
     sys.exit(on_node(o, work))

@@ -33,6 +33,8 @@ class WeenvError(Exception):
     """Base of every expected error. ``str(e)`` is one line; ``e.hint`` says what to do, or is empty."""
 
     exit_code = 1
+    also: tuple[WeenvError, ...] = ()
+    """Faults that were found with this one, each of which would have been raised alone."""
 
     def __init__(self, message: str, *, hint: str = "") -> None:
         super().__init__(message)

@@ -35,6 +35,9 @@ def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error}") from error
     for name in tables:
+        if name not in TABLES and not isinstance(tables[name], dict):
+            hint = f"settings are in tables: {', '.join(f'[{table}]' for table in sorted(TABLES))}"
+            raise ConfigError(f"the setting {name} in {path} is in no table", hint=hint)
         if name not in TABLES:
             raise ConfigError(f"unknown table [{name}] in {path}", hint=f"known: {', '.join(sorted(TABLES))}")
     return tables

@@ -258,9 +258,8 @@ async def run_mutations(node: Node, made: Started, ready: Ready) -> None:
             result = await execute(node, made.container, made.pid, Command(args, {}, directory))
             if result.exit_code:
                 text = (result.stderr or result.stdout).decode("utf-8", "replace").strip().splitlines()
-                raise WeenvError(
-                    f"the plan's command {' '.join(args)[:100]!r} ended with {result.exit_code}: {(text or [''])[-1][:300]}"
-                )
+                last = f": {text[-1][:300]}" if text else " and wrote nothing"
+                raise WeenvError(f"the plan's command {' '.join(args)[:100]!r} ended with {result.exit_code}{last}")
     except BaseException:
         await to_the_end(remove(node, made.container.id))
         raise

@@ -30,7 +30,7 @@ from weenv.environment.images import prepare
 from weenv.environment.model import Plan
 from weenv.environment.node import Node
 from weenv.environment.recall import Ready
-from weenv.environment.record import LABEL, LABEL_RM, completed, labels_of, new_id, spec_of, user_text
+from weenv.environment.record import LABEL, LABEL_RM, check_id, completed, labels_of, new_id, spec_of, user_text
 from weenv.environment.spec import Options
 from weenv.environment.stdio import Streams
 from weenv.environment.users import User
@@ -146,7 +146,7 @@ async def start(
 
     This process owns it: removes it, or hands it over. Whatever fails, nothing is left. Raises WeenvError.
     """
-    container = name or new_id(ready.plan or ready.name.rpartition("/")[2].partition(":")[0])
+    container = check_id(name) or new_id(ready.plan or ready.name.rpartition("/")[2].partition(":")[0])
     labels = labels_of(ready, options)
     asked = options
     options = await _admitted(node, ready, asked, container)

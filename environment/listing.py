@@ -97,8 +97,11 @@ async def _runs(node: Node, container: str) -> bool:
         return False
 
 
-async def remove(node: Node, names: Sequence[str], *, force: bool, everything: bool, said: Callable[[str], object]) -> int:
-    """Remove environments, saying the name of each; 1 where one could not be, else 0."""
+async def remove(
+    node: Node, names: Sequence[str], *, force: bool, everything: bool, said: Callable[[str], object],
+    refused: Callable[[str], object],
+) -> int:  # fmt: skip
+    """Remove environments, saying the name of each, or why it is not removed; 1 where one is not, else 0."""
     if everything:
         chosen = await node.containers.find(f'labels."{LABEL}"')
     else:
@@ -106,7 +109,7 @@ async def remove(node: Node, names: Sequence[str], *, force: bool, everything: b
     failed = 0
     for item in chosen:
         if not force and await _runs(node, item.id):
-            said(f"{item.id} runs: stop it first, or use --force")
+            refused(f"{item.id} runs: stop it first, or use --force")
             failed = 1
             continue
         await lifecycle.remove(node, item.id)

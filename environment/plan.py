@@ -14,7 +14,7 @@
           --- a/sympy/core/basic.py
           ...
         directory: /testbed
-    config: {env: {TASK: "17"}, workdir: /testbed, cmd: [bash]}
+    config: {env: {TASK: "17"}, workdir: /testbed, cmd: [pytest, -q]}
     resources: {cpu: {start: 1, max: 8}, memory: {start: 512Mi, max: 8Gi}, pids: 4096}
 """
 
@@ -23,6 +23,9 @@ from __future__ import annotations
 import os
 import posixpath
 import re
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 import yaml
 
@@ -31,6 +34,8 @@ from weenv.core.regular import regular
 from weenv.environment.model import API_VERSION, KIND, Amount, GroupUse, Mutation, Plan, PlanConfig, Resources
 from weenv.environment.yamlnodes import Document, PlanError
 from weenv.registry.reference import parse_location
+
+T = TypeVar("T")
 
 MAX_GROUPS = 500
 MAX_FILE = 16 << 20
@@ -46,17 +51,24 @@ _MUTATION = frozenset({*_CHANGES, "directory", "strip", "owner", "mode"})
 
 
 def load_plan(path: str) -> Plan:
-    """Read a plan file. Raises PlanError, BadReference, OSError."""
-    with open(path, "rb") as file:
-        return parse_plan(file.read((64 << 20) + 1), path)
+    """Read a plan file. Raises PlanError, also where it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            text = file.read((64 << 20) + 1)
+    except OSError as error:
+        raise PlanError(f"cannot be read: {error.strerror}", where=path, hint="name the plan's file") from error
+    return parse_plan(text, path)
 
 
 def parse_plan(text: str | bytes, source: str = "plan", *, files: bool = True) -> Plan:
-    """Read a plan. Relative file names in it are taken from the directory of ``source``. Raises PlanError.
+    """Read a plan. Relative file names in it are taken from the directory of ``source``.
+
+    Raises PlanError for its first fault, with the others in ``also``.
 
     ``files=False``: no file is opened, one that is named is an error. For plans that come from elsewhere.
     """
-    return _Reader(Document(text, source), source, files).plan()
+    document = Document(text, source)
+    return document.every(_Reader(document, source, files).plan)
 
 
 class _Reader:
@@ -70,46 +82,54 @@ class _Reader:
         top = doc.mapping(doc.root, "the plan", _TOP)
         for name, expected in (("apiVersion", API_VERSION), ("kind", KIND)):
             if name not in top:
-                raise doc.error(doc.root, f"{name} is missing", f"write {name}: {expected}")
-            if (found := doc.string(top[name], name)) != expected:
-                raise doc.error(top[name], f"{name} is {found[:60]!r}", f"this version reads {expected}")
-        name, metadata = self._metadata(top.get("metadata"))
-        groups = doc.sequence(top["groups"], "groups", self._group) if "groups" in top else ()
-        if not groups:
-            raise doc.error(top.get("groups", doc.root), "the plan has no groups", "name at least a base image under groups:")
-        if len(groups) > MAX_GROUPS:
-            raise doc.error(top["groups"], f"{len(groups)} groups, more than {MAX_GROUPS}")
-        platform = doc.string(top["platform"], "platform") if "platform" in top else ""
+                doc.report(doc.error(doc.root, f"{name} is missing", f"write {name}: {expected}"))
+            elif (found := self._field(top, name, doc.string, name, expected)) != expected:
+                doc.report(doc.error(top[name], f"{name} is {found[:60]!r}", f"this version reads {expected}"))
+        stem = re.sub(r"[^a-z0-9._-]+", "-", posixpath.basename(self.source).rsplit(".", 1)[0].lower()).strip("-._") or "plan"
+        metadata = self._field(top, "metadata", self._metadata, "metadata", dict[str, str]())
+        name = metadata.pop("name", stem[:63].strip("-._"))
+        groups = self._field(top, "groups", self._groups, "groups", tuple[GroupUse, ...]())
+        if "groups" not in top:
+            doc.report(self._no_groups(doc.root))
+        platform = self._field(top, "platform", doc.string, "platform", "")
         if platform and _PLATFORM.match(platform) is None:
-            raise doc.error(top["platform"], f"platform must be OS/ARCH, not {platform[:40]!r}")
+            doc.report(doc.error(top["platform"], f"platform must be OS/ARCH, not {platform[:40]!r}"))
         return Plan(
             name,
             groups,
-            doc.sequence(top["mutations"], "mutations", self._mutation) if "mutations" in top else (),
-            self._config(top["config"]) if "config" in top else PlanConfig(),
-            self._resources(top["resources"]) if "resources" in top else Resources(),
+            self._field(top, "mutations", lambda node, name: doc.sequence(node, name, self._mutation), "mutations", ()),
+            self._field(top, "config", self._config, "config", PlanConfig()),
+            self._field(top, "resources", self._resources, "resources", Resources()),
             metadata,
             platform,
             self.source,
         )
 
-    def _metadata(self, node: yaml.Node | None) -> tuple[str, dict[str, str]]:
+    def _field(
+        self, fields: dict[str, yaml.Node], key: str, read: Callable[[yaml.Node, str], T], name: str, default: T
+    ) -> T:
+        """What ``read`` makes of a field; ``default`` where there is none, or where it has a fault, which is noted."""
+        return self.doc.attempt(partial(read, fields[key], name), default) if key in fields else default
+
+    def _metadata(self, node: yaml.Node, name: str) -> dict[str, str]:
         doc = self.doc
-        stem = re.sub(r"[^a-z0-9._-]+", "-", posixpath.basename(self.source).rsplit(".", 1)[0].lower()).strip("-._") or "plan"
-        if node is None:
-            return stem[:63].strip("-._"), {}
-        fields = doc.mapping(node, "metadata")
-        table = {key: doc.string(value, f"metadata.{key}") for key, value in fields.items() if key != "name"}
-        if "name" not in fields:
-            return stem[:63].strip("-._"), table
-        name = doc.string(fields["name"], "metadata.name")
-        if _NAME.match(name) is None:
-            raise doc.error(
-                fields["name"],
-                f"metadata.name {name[:80]!r} is no name",
-                "lower-case letters, digits, '.', '_', '-'; at most 63",
-            )
-        return name, table
+        table = doc.table(node, name)
+        if "name" in table and _NAME.match(table["name"]) is None:
+            place = doc.mapping(node, name)["name"]
+            hint = "lower-case letters, digits, '.', '_', '-'; at most 63"
+            if isinstance(place, yaml.ScalarNode):  # else that is a fault already
+                doc.report(doc.error(place, f"metadata.name {table['name'][:80]!r} is no name", hint))
+        return table
+
+    def _no_groups(self, node: yaml.Node) -> PlanError:
+        return self.doc.error(node, "the plan has no groups", "name at least a base image under groups:")
+
+    def _groups(self, node: yaml.Node, name: str) -> tuple[GroupUse, ...]:
+        if isinstance(node, yaml.SequenceNode) and not node.value:
+            raise self._no_groups(node)
+        if isinstance(node, yaml.SequenceNode) and len(node.value) > MAX_GROUPS:
+            raise self.doc.error(node, f"{len(node.value)} groups, more than {MAX_GROUPS}")
+        return self.doc.sequence(node, name, self._group)
 
     def _group(self, node: yaml.Node, name: str) -> GroupUse:
         doc = self.doc
@@ -130,46 +150,51 @@ class _Reader:
         fields = doc.mapping(node, name, _MUTATION)
         kinds = [kind for kind in _CHANGES if kind in fields]
         if len(kinds) != 1:
-            raise doc.error(node, f"{name} must have exactly one of {', '.join(_CHANGES)}")
-        kind = kinds[0]
-        value = fields[kind]
+            doc.report(doc.error(node, f"{name} must have exactly one of {', '.join(_CHANGES)}"))
         made = dict[str, object]()
-        if kind == "patch":
-            made["patch"] = self._text(value, f"{name}.patch").decode("utf-8", "surrogateescape")
-        elif kind == "files":
-            made["files"] = {
-                self._path(value, path, f"{name}.files"): self._text(item, f"{name}.files[{path}]")
-                for path, item in doc.mapping(value, f"{name}.files").items()
-            }
-        elif kind == "delete":
-            made["delete"] = tuple(self._path(value, path, f"{name}.delete") for path in doc.strings(value, f"{name}.delete"))
-        elif kind == "chmod":
-            table = doc.mapping(value, f"{name}.chmod")
-            made["chmod"] = {self._path(value, p, f"{name}.chmod"): doc.mode(m, f"{name}.chmod[{p}]") for p, m in table.items()}
-        elif kind == "symlink":
-            made["symlink"] = {
-                self._path(value, p, f"{name}.symlink"): target for p, target in doc.table(value, f"{name}.symlink").items()
-            }
-        elif kind == "run":
-            command = (doc.string(value, name),) if isinstance(value, yaml.ScalarNode) else doc.strings(value, f"{name}.run")
-            made["run"] = ("/bin/sh", "-c", *command) if isinstance(value, yaml.ScalarNode) else command
-            if not command or not command[0]:
-                raise doc.error(value, f"{name}.run is empty")
-        else:
-            git = doc.mapping(value, f"{name}.git", frozenset({"commit"}))
-            commit = doc.string(git["commit"], f"{name}.git.commit") if "commit" in git else ""
-            if re.fullmatch(r"[0-9a-f]{7,64}", commit) is None:
-                raise doc.error(value, f"{name}.git.commit must be a commit's hex name, not {commit[:70]!r}")
-            made["git_commit"] = commit
-        if "directory" in fields:
-            made["directory"] = self._path(fields["directory"], doc.string(fields["directory"], "directory"), "directory")
-        if "strip" in fields:
-            made["strip"] = doc.integer(fields["strip"], f"{name}.strip", 0, 64)
-        if "owner" in fields:
-            made["owner"] = self._owner(fields["owner"], f"{name}.owner")
-        if "mode" in fields:
-            made["mode"] = doc.mode(fields["mode"], f"{name}.mode")
+        for kind in kinds:
+            made |= self._field(fields, kind, partial(self._change, kind), f"{name}.{kind}", dict[str, object]())
+        made["directory"] = self._field(
+            fields, "directory", lambda place, name: self._path(place, doc.string(place, name), name), "directory", "/"
+        )
+        made["strip"] = self._field(fields, "strip", partial(doc.integer, low=0, high=64), f"{name}.strip", 1)
+        made["owner"] = self._field(fields, "owner", self._owner, f"{name}.owner", None)
+        made["mode"] = self._field(fields, "mode", doc.mode, f"{name}.mode", None)
         return Mutation(**made, line=doc.line(node))  # type: ignore[arg-type]
+
+    def _change(self, kind: str, value: yaml.Node, name: str) -> dict[str, object]:
+        """The one field of a Mutation that a change of this kind sets."""
+        doc = self.doc
+        if kind == "patch":
+            return {"patch": self._text(value, name).decode("utf-8", "surrogateescape")}
+        if kind == "files":
+            return {"files": self._paths(value, name, self._text)}
+        if kind == "delete":
+            return {"delete": doc.sequence(value, name, lambda item, _: self._path(value, doc.string(item, name), name))}
+        if kind == "chmod":
+            return {"chmod": self._paths(value, name, doc.mode)}
+        if kind == "symlink":
+            return {"symlink": self._paths(value, name, doc.string)}
+        if kind == "run":
+            command = (doc.string(value, name),) if isinstance(value, yaml.ScalarNode) else doc.strings(value, name)
+            if not command or not command[0]:
+                raise doc.error(value, f"{name} is empty")
+            return {"run": ("/bin/sh", "-c", *command) if isinstance(value, yaml.ScalarNode) else command}
+        git = doc.mapping(value, name, frozenset({"commit"}))
+        commit = doc.string(git["commit"], f"{name}.commit") if "commit" in git else ""
+        if re.fullmatch(r"[0-9a-f]{7,64}", commit) is None:
+            raise doc.error(value, f"{name}.commit must be a commit's hex name, not {commit[:70]!r}")
+        return {"git_commit": commit}
+
+    def _paths(self, node: yaml.Node, name: str, read: Callable[[yaml.Node, str], T]) -> dict[str, T]:
+        """A mapping of paths, each value read by ``read``."""
+        found: dict[str, T] = {}
+        for key, value in self.doc.mapping(node, name).items():
+            path = self.doc.attempt(partial(self._path, node, key, name), None)
+            item = self.doc.attempt(partial(read, value, f"{name}[{key}]"), None)
+            if path is not None and item is not None:
+                found[path] = item
+        return found
 
     def _text(self, node: yaml.Node, name: str) -> bytes:
         """A string, or ``{file: PATH}`` below the plan's own directory."""
@@ -208,48 +233,48 @@ class _Reader:
             raise self.doc.error(node, f"{name} must be UID:GID, not {text[:40]!r}")
         return int(match[1]), int(match[2])
 
-    def _config(self, node: yaml.Node) -> PlanConfig:
+    def _config(self, node: yaml.Node, name: str) -> PlanConfig:
         doc = self.doc
-        fields = doc.mapping(node, "config", frozenset({"env", "workdir", "user", "entrypoint", "cmd", "labels"}))
-        env = doc.table(fields["env"], "config.env") if "env" in fields else {}
+        fields = doc.mapping(node, name, frozenset({"env", "workdir", "user", "entrypoint", "cmd", "labels"}))
+        env = self._field(fields, "env", doc.table, "config.env", dict[str, str]())
         for key in env:
             if _VARIABLE.match(key) is None:
-                raise doc.error(fields["env"], f"config.env: not a variable's name: {key[:60]!r}")
-        workdir = doc.string(fields["workdir"], "config.workdir") if "workdir" in fields else ""
+                doc.report(doc.error(fields["env"], f"config.env: not a variable's name: {key[:60]!r}"))
+        workdir = self._field(fields, "workdir", doc.string, "config.workdir", "")
         if workdir and not workdir.startswith("/"):
-            raise doc.error(fields["workdir"], f"config.workdir must be absolute, not {workdir[:200]!r}")
-        user = doc.string(fields["user"], "config.user") if "user" in fields else ""
+            doc.report(doc.error(fields["workdir"], f"config.workdir must be absolute, not {workdir[:200]!r}"))
+        user = self._field(fields, "user", doc.string, "config.user", "")
         if re.fullmatch(r"[A-Za-z0-9_.-]*(:[A-Za-z0-9_.-]+)?", user) is None:
-            raise doc.error(fields["user"], f"config.user must be USER[:GROUP], not {user[:60]!r}")
+            doc.report(doc.error(fields["user"], f"config.user must be USER[:GROUP], not {user[:60]!r}"))
         return PlanConfig(
             env,
             workdir,
             user,
-            doc.strings(fields["entrypoint"], "config.entrypoint") if "entrypoint" in fields else None,
-            doc.strings(fields["cmd"], "config.cmd") if "cmd" in fields else None,
-            doc.table(fields["labels"], "config.labels") if "labels" in fields else {},
+            self._field(fields, "entrypoint", doc.strings, "config.entrypoint", None),
+            self._field(fields, "cmd", doc.strings, "config.cmd", None),
+            self._field(fields, "labels", doc.table, "config.labels", {}),
         )
 
-    def _resources(self, node: yaml.Node) -> Resources:
+    def _resources(self, node: yaml.Node, name: str) -> Resources:
         doc = self.doc
-        fields = doc.mapping(node, "resources", frozenset({"cpu", "memory", "pids"}))
-        amounts = []
-        for name, read in (("cpu", doc.cores), ("memory", doc.size)):
-            if name not in fields:
-                amounts.append(Amount())
-                continue
-            value = fields[name]
-            if isinstance(value, yaml.MappingNode):
-                parts = doc.mapping(value, f"resources.{name}", frozenset({"start", "max"}))
-                start = read(parts["start"], f"resources.{name}.start") if "start" in parts else 0.0
-                ceiling = read(parts["max"], f"resources.{name}.max") if "max" in parts else 0.0
-            else:
-                start = ceiling = read(value, f"resources.{name}")
-            if ceiling and start > ceiling:
-                raise doc.error(value, f"resources.{name}.start is above its max")
-            amounts.append(Amount(start, ceiling))
-        pids = doc.integer(fields["pids"], "resources.pids", 1, 1 << 22) if "pids" in fields else 0
-        return Resources(amounts[0], amounts[1], pids)
+        fields = doc.mapping(node, name, frozenset({"cpu", "memory", "pids"}))
+        return Resources(
+            self._field(fields, "cpu", partial(self._amount, doc.cores), "resources.cpu", Amount()),
+            self._field(fields, "memory", partial(self._amount, doc.size), "resources.memory", Amount()),
+            self._field(fields, "pids", partial(doc.integer, low=1, high=1 << 22), "resources.pids", 0),
+        )
+
+    def _amount(self, read: Callable[[yaml.Node, str], float], node: yaml.Node, name: str) -> Amount:
+        """One amount, or ``{start: ..., max: ...}``."""
+        if not isinstance(node, yaml.MappingNode):
+            amount = read(node, name)
+            return Amount(amount, amount)
+        parts = self.doc.mapping(node, name, frozenset({"start", "max"}))
+        start = self._field(parts, "start", read, f"{name}.start", 0.0)
+        ceiling = self._field(parts, "max", read, f"{name}.max", 0.0)
+        if ceiling and start > ceiling:
+            raise self.doc.error(node, f"{name}.start is above its max")
+        return Amount(start, ceiling)
 
 
 __all__ = ["PlanError", "load_plan", "parse_plan"]

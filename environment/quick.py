@@ -20,7 +20,7 @@ from weenv.core.settings import DEFAULT_CONFIG
 from weenv.environment import accounts, admission, owner, recall
 from weenv.environment.outlet import AT_MOST, HURRY, LAST, Outlet
 from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
-from weenv.environment.record import LABEL_RM, completed, labels_of, new_id, spec_of, user_text
+from weenv.environment.record import LABEL_RM, check_id, completed, labels_of, new_id, spec_of, user_text
 from weenv.environment.requested import options_of
 from weenv.environment.runconfig import NodeConfig, load
 
@@ -112,7 +112,7 @@ def run(argv: Sequence[str]) -> int | None:
     ready = recall.recall(f"{config.directory}/plans", name) if name else None
     if ready is None or ready.runs:
         return None
-    container = asked["name"] or new_id(ready.plan)
+    container = check_id(asked["name"]) or new_id(ready.plan)
     wanted = options_of(asked, asked["command"], config.run.network)
     user = accounts.remembered(config.directory, ready.chain, user_text(ready, wanted))
     if user is None:

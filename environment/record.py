@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from weenv.core.errors import WeenvError
 from weenv.environment import notlazy, owner, waiter
 from weenv.environment.admission import ceiling, is_elastic
 from weenv.environment.processes import accounts_swap, unified_only
@@ -17,6 +19,10 @@ from weenv.environment.users import User
 from weenv.plugin.nri.labels import CEILING, ROLE
 from weenv.plugin.nri.labels import ENVIRONMENT as LABEL
 
+MAX_ID = 76
+"""Characters of a container's name, and what it is made of (containerd pkg/identifiers/validate.go)."""
+_ID = re.compile(r"[A-Za-z0-9]+([._-][A-Za-z0-9]+)*\Z")
+
 LABEL_RM = "dev.weenv.rm"
 """On those to be removed: the owner's mark, or ``-`` for one without owner, at its end. All that are being made have it."""
 
@@ -25,6 +31,14 @@ def new_id(name: str) -> str:
     """An id that no other daemon of this machine has: they may share the runtime's directory."""
     short = "".join(c for c in name if c.isalnum() or c in "._-").strip("._-")[:40] or "env"
     return f"{short}-{os.urandom(5).hex()}"
+
+
+def check_id(name: str) -> str:
+    """A name that a user gave, or none. Raises WeenvError for one that containerd does not take."""
+    if name and (len(name) > MAX_ID or _ID.match(name) is None):
+        hint = f"letters and digits, between them single '.', '_' or '-'; at most {MAX_ID}"
+        raise WeenvError(f"no name for an environment: {name[:80]!r}", hint=hint)
+    return name
 
 
 def limits_of(ready: Ready, options: Options) -> Limits:
@@ -72,4 +86,4 @@ def spec_of(config: NodeConfig, ready: Ready, options: Options, user: User, cont
     return build_spec(ready.config, options, user, cgroup=config.cgroup(container), unified=unified_only())
 
 
-__all__ = ["LABEL", "LABEL_RM", "completed", "labels_of", "limits_of", "new_id", "spec_of", "user_text"]
+__all__ = ["LABEL", "LABEL_RM", "check_id", "completed", "labels_of", "limits_of", "new_id", "spec_of", "user_text"]

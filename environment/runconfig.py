@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +12,8 @@ from weenv.core.errors import ConfigError
 
 RUNC = "io.containerd.runc.v2"
 """containerd's own shim for runc and its like."""
+_RUNTIME = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)+\Z")
+"""containerd makes the shim's file name of the last two parts (pkg/shim/util.go, BinaryName)."""
 DEFAULT_ADDRESS = "/run/containerd/containerd.sock"
 DEFAULT_ROOT = "/var/lib/weenv"
 
@@ -34,6 +38,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if not self.cgroup.strip("/") or ".." in self.cgroup.split("/"):
             raise ConfigError(f"run.cgroup is no control group: {self.cgroup!r}")
+        if not self.runtime.startswith("/") and _RUNTIME.match(self.runtime) is None:
+            hint = f"{RUNC}, or the path of an OCI runtime such as /usr/bin/crun"
+            raise ConfigError(f"run.runtime is no runtime of containerd's: {self.runtime[:80]!r}", hint=hint)
+        if self.runtime.startswith("/") and not os.access(self.runtime, os.X_OK):
+            raise ConfigError(f"run.runtime: there is no program {self.runtime}", hint=f"install it, or use {RUNC}")
         if self.network not in ("none", "host"):
             raise ConfigError(f"run.network must be none or host, not {self.network!r}")
 

@@ -29,7 +29,7 @@ def origin_of(descriptor: LayerDescriptor, layer: StackedLayer) -> Origin:
         return Origin("layout", path=layer.served.path)
     if descriptor.source is not None:
         return Origin("registry", host=descriptor.source[0], repository=descriptor.source[1])
-    return Origin("layout", path=layer.group.removeprefix("oci:").partition("@")[0])
+    return Origin("layout", path=layer.repository or layer.group.removeprefix("oci:").partition("@")[0])
 
 
 class TocReader:

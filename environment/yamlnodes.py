@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import TypeVar
 
 import yaml
@@ -21,10 +22,15 @@ MAX_BYTES = 64 << 20
 """A plan's text; patches and file contents stand in it."""
 MAX_NODES = 200_000
 MAX_DEPTH = 32
+MAX_FAULTS = 50
+"""Faults of one document that are told."""
 
 
 class PlanError(FormatError):
-    """A fault in a plan. ``line`` and ``column`` count from 1; 0 where the fault has no place."""
+    """A fault in a plan. ``line`` and ``column`` count from 1; 0 where the fault has no place.
+
+    ``also`` has those that were found with it, in the order of the document, :data:`MAX_FAULTS` at most in all.
+    """
 
     def __init__(self, message: str, *, where: str = "", line: int = 0, column: int = 0, hint: str = "") -> None:
         place = f"{where}:{line}:{column}" if line else where
@@ -33,11 +39,16 @@ class PlanError(FormatError):
         self.column = column
 
 
+class _Enough(Exception):
+    """:data:`MAX_FAULTS` are reached."""
+
+
 class Document:
     """One YAML document. ``where`` is what messages call it."""
 
     def __init__(self, text: str | bytes, where: str) -> None:
         self.where = where
+        self._faults: list[PlanError] | None = None
         if len(text) > MAX_BYTES:
             raise PlanError(f"larger than {MAX_BYTES >> 20} MiB", where=where)
         try:
@@ -79,6 +90,41 @@ class Document:
         """The line a node begins in, from 1."""
         return int(node.start_mark.line) + 1
 
+    # -- more than one fault: within every(), readers go on where they can ---------------------------------------------
+
+    def every(self, read: Callable[[], T]) -> T:
+        """What ``read`` makes of the document; where it finds faults, PlanError of the first with the others."""
+        self._faults = []
+        made: list[T] = []
+        try:
+            made.append(read())
+        except PlanError as error:
+            self._faults.append(error)
+        except _Enough:
+            pass
+        found, self._faults = self._faults, None
+        if not found:
+            return made[0]
+        found.sort(key=lambda fault: (fault.line, fault.column))
+        found[0].also = tuple(found[1:])
+        raise found[0]
+
+    def report(self, fault: PlanError) -> None:
+        """Note a fault that the reader can go on after; outside :meth:`every`, raise it."""
+        if self._faults is None:
+            raise fault
+        self._faults.append(fault)
+        if len(self._faults) >= MAX_FAULTS:
+            raise _Enough
+
+    def attempt(self, read: Callable[[], T], default: T) -> T:
+        """``read()``; where that is a fault, it is noted, and ``default`` stands for it."""
+        try:
+            return read()
+        except PlanError as error:
+            self.report(error)
+            return default
+
     # -- readers: each takes a node and what to call it --------------------------------------------------------------
 
     def mapping(self, node: yaml.Node, name: str, known: frozenset[str] | None = None) -> dict[str, yaml.Node]:
@@ -87,19 +133,28 @@ class Document:
             raise self.error(node, f"{name} must be a mapping")
         fields: dict[str, yaml.Node] = {}
         for key, value in node.value:
-            text = self.string(key, f"a key of {name}")
+            text = self.attempt(partial(self.string, key, f"a key of {name}"), None)
+            if text is None:
+                continue
             if text in fields:
-                raise self.error(key, f"{text!r} stands twice in {name}")
-            if known is not None and text not in known:
-                raise self.error(key, f"unknown field {text!r} in {name}", f"known: {', '.join(sorted(known))}")
-            fields[text] = value
+                self.report(self.error(key, f"{text!r} stands twice in {name}"))
+            elif known is not None and text not in known:
+                self.report(self.error(key, f"unknown field {text!r} in {name}", f"known: {', '.join(sorted(known))}"))
+            else:
+                fields[text] = value
         return fields
 
     def sequence(self, node: yaml.Node, name: str, item: Callable[[yaml.Node, str], T]) -> tuple[T, ...]:
         """A list, each item read by ``item``."""
         if not isinstance(node, yaml.SequenceNode):
             raise self.error(node, f"{name} must be a list")
-        return tuple(item(value, f"{name}[{number}]") for number, value in enumerate(node.value))
+        found: list[T] = []
+        for number, value in enumerate(node.value):
+            try:
+                found.append(item(value, f"{name}[{number}]"))
+            except PlanError as error:
+                self.report(error)
+        return tuple(found)
 
     def string(self, node: yaml.Node, name: str) -> str:
         """Any scalar but null, as it is written."""
@@ -116,7 +171,8 @@ class Document:
 
     def table(self, node: yaml.Node, name: str) -> dict[str, str]:
         """A mapping of strings."""
-        return {key: self.string(value, f"{name}.{key}") for key, value in self.mapping(node, name).items()}
+        fields = self.mapping(node, name)
+        return {key: self.attempt(partial(self.string, value, f"{name}.{key}"), "") for key, value in fields.items()}
 
     def integer(self, node: yaml.Node, name: str, low: int, high: int) -> int:
         """A decimal number in a range."""

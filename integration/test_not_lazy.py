@@ -149,7 +149,7 @@ def test_what_cannot_be_converted_is_unpacked_and_the_rest_stays_lazy(
     assert "unpacked" in bench.ok("run", "--rm", again, "--", "true")[1]
     assert not [r for r in registry.requests(mark) if r.blob and r.method == "GET" and r.status == 200], "no second fetch"
     shown = json.loads(bench.ok("plan", "show", "--json", again)[0])
-    assert shown["layers"][2]["served"] == "unpack"
+    assert shown["layers"][2]["served"] == "unpacked"
     assert "POSIX ACL" in shown["layers"][2]["reason"]
     mutated = bench.plan("acl3", publish.base, middle, more="mutations: [{files: {/x: y}}]\n")
     assert "has to be converted for the plan's mutations" in bench.fails("run", "--rm", mutated, "--", "true")

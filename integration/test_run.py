@@ -105,7 +105,9 @@ def test_detached_exec_ps_logs_stop_rm(bench: Bench) -> None:
     assert bench.ok("exec", "-u", "ann", "trial-1", "id", "-un") == "ann\n"
     (row,) = json.loads(bench.ok("ps", "--json"))
     assert (row["name"], row["plan"], row["status"], row["exit_status"]) == ("trial-1", "trial", "running", None)
-    assert bench.call("rm", "trial-1").returncode == 1
+    refused = bench.call("rm", "trial-1")
+    assert (refused.returncode, refused.stdout) == (1, b"")
+    assert refused.stderr == b"weenv: trial-1 runs: stop it first, or use --force\n"
     assert bench.ok("stop", "trial-1") == "trial-1\n"
     assert json.loads(bench.ok("ps", "--json")) == []
     (row,) = json.loads(bench.ok("ps", "-a", "--json"))
@@ -121,7 +123,7 @@ def test_a_detached_one_may_only_wait(bench: Bench, store: Store) -> None:
     name = bench.ok("run", "-d", "--rm", "--idle", store.lazy("small")).strip()
     assert bench.ok("exec", name, "--", "echo", "there") == "there\n"
     assert bench.ok("stop", name).strip() == name
-    assert name in bench.ok("rm")
+    assert name in bench.ok("rm", "--sweep")
 
 
 def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
@@ -150,7 +152,7 @@ def test_killed_caller_leaves_nothing_after_the_next_command(bench: Bench, after
     child.kill()
     child.wait()
     bench.ok("run", "--rm", bench.plan, "--", "true")
-    wait_until("the sweep", lambda: bench.ok("rm") is not None and not bench.left(), 15, 0.2)
+    wait_until("the sweep", lambda: bench.ok("rm", "--sweep") is not None and not bench.left(), 15, 0.2)
 
 
 def test_a_plan_file_changes_nothing_but_itself(bench: Bench) -> None:
@@ -354,6 +356,10 @@ def test_a_failed_start_leaves_nothing(bench: Bench) -> None:
     with pytest.raises(StartError) as caught:
         bench.start(command=["no-such-program"])
     assert caught.value.exit_code == 127
+    for _ in range(2):  # the second would be the quick way
+        odd = bench.call("run", "--rm", "--name", "Bad Name", bench.plan, "--", "true")
+        assert odd.returncode == 1
+        assert odd.stderr.startswith(b"weenv: no name for an environment: 'Bad Name'\n")
     assert bench.left() == {}
 
 

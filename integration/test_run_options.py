@@ -94,6 +94,8 @@ def test_a_plans_command_that_fails_is_one_line(bench: Bench, tmp_path: Path, fl
     assert (done.returncode, done.stdout) == (1, b"")
     (line,) = done.stderr.decode().splitlines()
     assert line.startswith("weenv: the plan's command ") and line.endswith(" ended with 3: no such thing")
+    silent = bench.call("run", *flags, mutated(bench, tmp_path, "exit 3"), "--", "echo", "never")
+    assert silent.returncode == 1 and silent.stderr.decode().endswith(" ended with 3 and wrote nothing\n")
     assert not bench.left()
     missing = bench.call("run", *flags, mutated(bench, tmp_path, ["no-such-program"]), "--", "echo", "never")
     assert missing.returncode == 1 and b"no-such-program" in missing.stderr and b"127" in missing.stderr

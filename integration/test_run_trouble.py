@@ -41,7 +41,7 @@ def seconds_of(bench: Bench, way: str) -> float:
     if way == "detached":
         bench.ok("rm", "-f", out.strip())
     # Of itself, or by its own command's sweep, "passing" may be gone already.
-    wait_until("nothing to be left", lambda: bench.ok("rm") is not None and not bench.left(), 30, 0.1)
+    wait_until("nothing to be left", lambda: bench.ok("rm", "--sweep") is not None and not bench.left(), 30, 0.1)
     return took
 
 
@@ -59,7 +59,7 @@ def test_killed_at_any_moment_nothing_is_left_after_the_next_command(bench: Benc
             time.sleep(chance.uniform(0, whole))  # the moment is what is drawn
             child.kill()
             child.wait()
-        bench.ok("rm")
+        bench.ok("rm", "--sweep")
         if way in ("detached", "passing"):  # killed when it was its own already, it was not to be removed
             for name in bench.ok("ps", "-q").split():
                 bench.ok("rm", "-f", name)
@@ -178,7 +178,7 @@ def test_killed_while_it_composes_nothing_is_left_after_the_next_command(bench: 
     finally:
         os.kill(bench.node.snapshotter.pid, signal.SIGCONT)
     assert leases_of(bench)
-    bench.ok("rm")
+    bench.ok("rm", "--sweep")
     wait_until("nothing to be left", lambda: not bench.left(), 10, 0.1)
     assert bench.ok("run", "--rm", str(plan), "--", "echo", "there") == "there\n"
 

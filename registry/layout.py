@@ -151,7 +151,13 @@ class Layout:
     # -- writing ------------------------------------------------------------------------------------------------
 
     def create(self) -> None:
-        """Make the directory a layout unless it is one. Raises StorageError, FormatError for a foreign directory."""
+        """Make the directory, but not those above it, a layout unless it is one.
+
+        Raises StorageError, FormatError for a foreign directory.
+        """
+        parent = os.path.dirname(os.path.abspath(self.path))
+        if not os.path.isdir(parent):
+            raise StorageError(f"cannot make {self.path}: there is no directory {parent}", hint=f"mkdir -p {parent}")
         try:
             os.makedirs(os.path.join(self.path, "blobs", "sha256"), exist_ok=True)
             marker = os.path.join(self.path, "oci-layout")

@@ -16,7 +16,8 @@ import pytest
 
 from weenv.cli import render
 from weenv.cli.main import COMMANDS, cli, main
-from weenv.core.errors import FormatError
+from weenv.core.errors import FormatError, WeenvError
+from weenv.environment.record import check_id
 
 Captured = pytest.CaptureFixture[str]
 
@@ -82,7 +83,17 @@ def test_converting_a_layer_imports_nothing_that_speaks_to_registries(tmp_path: 
 
 
 @pytest.mark.parametrize(
-    "argv", [["nonsense"], ["layer", "inspect"], ["convert", "a"], ["layer", "convert", "/nonexistent", "x"]]
+    "argv",
+    [
+        ["nonsense"],
+        ["layer", "inspect"],
+        ["convert", "a"],
+        ["layer", "convert", "/nonexistent", "x"],
+        ["rm"],
+        ["rm", "--force"],
+        ["rm", "--sweep", "x"],
+        ["rm", "--all", "--sweep"],
+    ],
 )
 def test_usage_errors_exit_with_2(argv: list[str], capsys: Captured) -> None:
     assert run(*argv) == 2
@@ -105,6 +116,38 @@ def test_what_cannot_be_found_is_said_in_a_line(text: str, capsys: Captured, mon
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("weenv: ")
     assert len(said) <= 2
+
+
+def test_a_layout_is_not_made_below_nothing(layer: str, tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "tree").mkdir()
+    assert run("group", "build", f"oci:{tmp_path}/a:1", "--from", f"{tmp_path}/tree") == 0
+    capsys.readouterr()
+    assert run("convert", f"oci:{tmp_path}/a:1", f"oci:{tmp_path}/missing/dir/x:1") == 1
+    said = capsys.readouterr().err.splitlines()[0]
+    assert said == f"weenv: cannot make {tmp_path}/missing/dir/x: there is no directory {tmp_path}/missing/dir"
+    assert not (tmp_path / "missing").exists()
+    assert run("convert", f"oci:{tmp_path}/a:1", f"oci:{tmp_path}/b:1") == 0
+
+
+def test_a_gateway_needs_the_directories_that_it_is_given(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "c.toml").write_text(f'[snapshotter]\nroot = "{tmp_path}"\n')
+    assert run("gateway", "serve", "--config", f"{tmp_path}/c.toml", "--plans", f"{tmp_path}/missing") == 1
+    assert f"weenv: --plans: there is no directory {tmp_path}/missing" in capsys.readouterr().err
+
+
+def test_runtimes_that_cannot_be(tmp_path: Path, capsys: Captured) -> None:
+    for runtime, said in (("nosuch", "is no runtime of containerd's: 'nosuch'"), ("/no/such", "there is no program /no/such")):
+        assert run("run", "--rm", "--runtime", runtime, "p.yaml") == 1
+        first, hint = capsys.readouterr().err.splitlines()
+        assert said in first
+        assert "io.containerd.runc.v2" in hint
+
+
+@pytest.mark.parametrize("name", ["Bad Name", "-a", "a..b", "a/b", "a" * 77, "ä"])
+def test_names_that_no_environment_can_have(name: str) -> None:
+    with pytest.raises(WeenvError, match="no name for an environment"):
+        check_id(name)
+    assert check_id("Task-17.x_y") == "Task-17.x_y"
 
 
 def test_debug_shows_the_traceback(tmp_path: object) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from weenv.core.errors import WeenvError
 from weenv.environment.model import Amount, GroupUse
 from weenv.environment.plan import load_plan, parse_plan
-from weenv.environment.yamlnodes import PlanError
+from weenv.environment.yamlnodes import MAX_FAULTS, PlanError
 
 HEAD = "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\n"
 WHOLE = (
@@ -111,6 +111,40 @@ def test_every_fault_has_a_place(text: str, place: str, message: str) -> None:
     assert f"p.yaml:{place}" in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_all_faults_are_told_in_the_order_of_the_document() -> None:
+    text = HEAD.replace("v1", "v9") + (
+        "groups: [a, A, {reff: b}]\n"
+        "mutations:\n"
+        "- {patch: x, run: y, strip: z, owner: me}\n"
+        "- {files: {b: c, /d: [e]}, mode: 9}\n"
+        "- {delete: [f, g]}\n"
+        "config: {env: {A=B: x}, workdir: x, user: 'a b', cmd: bash}\n"
+        "resources: {cpu: none, memory: {start: 2, max: 1}, pids: 0}\n"
+        "metadata: {name: Upper, a: [b]}\n"
+        "platform: windows\n"
+        "colour: red\n"
+    )
+    with pytest.raises(PlanError) as caught:
+        parse_plan(text, "p.yaml")
+    faults = [caught.value, *caught.value.also]
+    assert all(isinstance(fault, PlanError) for fault in faults)
+    assert [(fault.line, fault.column) for fault in faults if isinstance(fault, PlanError)] == [
+        (1, 13), (3, 13), (3, 16), (3, 17),
+        (5, 3), (5, 29), (5, 39), (6, 11), (6, 22), (6, 34), (7, 12), (7, 12),
+        (8, 15), (8, 34), (8, 43), (8, 55), (9, 18), (9, 32), (9, 58), (10, 18), (10, 28), (11, 11), (12, 1),
+    ]  # fmt: skip
+    for fault in faults:
+        assert str(fault).startswith("p.yaml:")
+        assert "\n" not in str(fault)
+
+
+def test_faults_beyond_fifty_are_not_told() -> None:
+    with pytest.raises(PlanError) as caught:
+        parse_plan(HEAD + "groups: [" + "A, " * 400 + "a]\n")
+    assert len(caught.value.also) == MAX_FAULTS - 1
+    assert "groups[49]" in str(caught.value.also[-1])
 
 
 def test_aliases_stand_for_what_they_name_and_cannot_explode() -> None:

@@ -12,8 +12,9 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from weenv.core import units
 from weenv.core.errors import WeenvError
-from weenv.environment import plan, yamlnodes
+from weenv.environment import plan
 from weenv.environment.plan import parse_plan
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -63,7 +64,7 @@ def test_every_field_of_the_code_is_in_the_schema() -> None:
     assert set(SCHEMA["$defs"]["mutation"]["properties"]) == plan._MUTATION
     assert {entry["required"][0] for entry in SCHEMA["$defs"]["mutation"]["oneOf"]} == set(plan._CHANGES)
     assert SCHEMA["properties"]["groups"]["maxItems"] == plan.MAX_GROUPS
-    assert set(yamlnodes._SUFFIXES) - {""} == set(
+    assert set(units._SUFFIXES) - {""} == set(
         SCHEMA["$defs"]["size"]["oneOf"][1]["pattern"].split("(")[-1].split(")")[0].split("|")
     )
 

@@ -74,6 +74,10 @@ def test_files(tmp_path: object) -> None:
     with pytest.raises(ConfigError, match=r"unknown table \[polcy\]"):
         settings.read_tables(path)
     with open(path, "w") as file:
+        file.write('colour = "red"\n')
+    with pytest.raises(ConfigError, match=r"the setting colour in .* is in no table"):
+        settings.read_tables(path)
+    with open(path, "w") as file:
         file.write("[snapshotter\n")
     with pytest.raises(ConfigError, match="cannot read"):
         snapshotter_config.load(path)

@@ -1,0 +1,113 @@
+"""cli/plan.py: every fault of a plan, names that are what composing makes, and one answer for a file that is not there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from weenv.cli.main import main
+from weenv.environment.build import compose
+from weenv.environment.plan import load_plan
+from weenv.registry.client import RegistryClient
+from weenv.registry.config import RegistryConfig
+from weenv.registry.groupref.resolve import Resolver
+
+Captured = pytest.CaptureFixture[str]
+HEAD = "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\nmetadata: {name: task}\n"
+
+
+def run(*argv: str) -> int:
+    """Exit code of the command, run in this process."""
+    with pytest.raises(SystemExit) as ended:
+        main(list(argv))
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    """A node with nothing on it, and no containerd."""
+    path = tmp_path / "config.toml"
+    path.write_text(f'[snapshotter]\nroot = "{tmp_path}/root"\n[run]\naddress = "{tmp_path}/none.sock"\n')
+    return str(path)
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> str:
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "a").write_text("a\n")
+    reference = f"oci:{tmp_path}/layout:1"
+    assert run("group", "build", reference, "--from", f"{tmp_path}/tree") == 0
+    return reference
+
+
+COMMANDS = (["plan", "check"], ["plan", "lock"], ["plan", "show"], ["plan", "compose"], ["plan", "push"], ["run", "--rm"])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_a_plan_that_is_not_there_is_one_line(command: list[str], config: str, tmp_path: Path, capsys: Captured) -> None:
+    if command[0] == "run":  # its own process: it leaves without ado
+        command = [*command, "--config", config]
+    more = [f"oci:{tmp_path}/out:1"] if command[1] == "push" else []
+    assert run(*command, f"{tmp_path}/missing.yaml", *more) == 1
+    said, hint = capsys.readouterr().err.splitlines()
+    assert said == f"weenv: {tmp_path}/missing.yaml: cannot be read: No such file or directory"
+    assert hint.startswith("  name the plan's file")
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_every_fault_has_a_line(command: list[str], config: str, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(HEAD + "groups: [a, A]\ngrups: []\nplatform: windows\n")
+    if command[0] == "run":
+        command = [*command, "--config", config]
+    more = [f"oci:{tmp_path}/out:1"] if command[1] == "push" else []
+    assert run(*command, str(path), *more) == 1
+    said = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("  ")]
+    assert [line.partition(" ")[2].partition(": ")[0] for line in said] == [f"{path}:4:13", f"{path}:5:1", f"{path}:6:11"]
+
+
+def test_faults_for_machines(tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(HEAD + "groups: [a]\ngrups: []\nplatform: windows\n")
+    assert run("plan", "check", "--json", str(path)) == 1
+    faults = json.loads(capsys.readouterr().out)["faults"]
+    assert [(fault["line"], fault["column"]) for fault in faults] == [(5, 1), (6, 11)]
+    assert "unknown field 'grups'" in faults[0]["message"]
+    path.write_text(HEAD + "groups: [a]\n")
+    assert run("plan", "check", "--json", str(path)) == 0
+    assert json.loads(capsys.readouterr().out)["faults"] == []
+
+
+def test_the_name_shown_is_the_name_composed(group: str, config: str, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "p.yaml"
+
+    def shown(mutations: str) -> dict[str, object]:
+        path.write_text(HEAD + f"groups: ['{group}']\nmutations: {mutations}\n")
+        capsys.readouterr()
+        assert run("plan", "show", "--json", "--config", config, str(path)) == 0
+        made: dict[str, object] = json.loads(capsys.readouterr().out)
+        return made
+
+    async def composed() -> str:
+        async with RegistryClient(RegistryConfig()) as client:
+            return (await compose(load_plan(str(path)), resolver=Resolver(client), root=f"{tmp_path}/root")).name
+
+    only_run = shown("[{run: make}]")
+    assert only_run["name"] == asyncio.run(composed()), "a run mutation is in no image"
+    assert only_run["not_run"] == [{"line": 5, "command": ["/bin/sh", "-c", "make"], "directory": "/"}]
+    before = shown("[{files: {/b: b}}]")
+    assert (before["name"], before["digest"]) == (None, None)
+    assert run("plan", "show", "--config", config, str(path)) == 0
+    text = capsys.readouterr().out
+    assert "weenv.local/" not in text
+    assert "weenv plan compose" in text
+    assert not (tmp_path / "root").exists(), "looking makes nothing"
+    (tmp_path / "root").mkdir()
+    name = asyncio.run(composed())
+    after = shown("[{files: {/b: b}}]")
+    assert after["name"] == name
+    assert run("plan", "show", "--config", config, str(path)) == 0
+    assert f"{name}: 2 layers" in capsys.readouterr().out

@@ -169,6 +169,8 @@ class Record:
             peak_memory=env.peak, starved_s=round(env.starved_s, 2), oom_kills=env.oom_kills,
         )  # fmt: skip
         made = {labels.ENDED: why.value} if why is not Cause.UNKNOWN else {}
+        if env.oom_kills:  # again: who sees the cause sees this too
+            made[labels.OOM_KILLS] = str(env.oom_kills)
         if env.starved_s >= 1:
             made[labels.STARVED] = f"{env.starved_s:.0f}"
         if made:

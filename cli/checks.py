@@ -16,6 +16,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weenv.core import rights
+
 State = Literal["ok", "warn", "fail", "skip"]
 
 
@@ -174,7 +176,7 @@ def unix_socket(name: str, path: str, remedy: str) -> Finding:
             probe.settimeout(2)
             probe.connect(path)
     except OSError as error:
-        return Finding(name, "fail", f"{path}: {error.strerror or error}", remedy)
+        return Finding(name, "fail", f"{path}: {error.strerror or error}", rights.remedy(error, remedy))
     if mode & 0o077:
         return Finding(name, "warn", f"{path}: mode {mode:04o}", f"chmod 600 {path}")
     return Finding(name, "ok", path)

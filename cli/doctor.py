@@ -25,6 +25,24 @@ def _mounting(root: str) -> checks.Finding:
     return checks.Finding("EROFS from a file", "ok", f"the kernel mounts it from {root}")
 
 
+async def _running(address: str, name: str, socket: str) -> list[checks.Finding]:
+    """Whether the containerd that ``weenv run`` uses answers, and has our plugin as it runs now."""
+    from weenv.plugin.containerd.client import Client
+
+    try:
+        async with asyncio.timeout(5), Client(address) as client:
+            version, _ = await client.version(deadline=4)
+            loaded = await client.plugins(f"type==io.containerd.snapshotter.v1,id=={name}")
+    except (WeenvError, OSError, TimeoutError) as error:
+        hint = getattr(error, "hint", "") or "is it busy? see its log"
+        return [checks.Finding("containerd", "fail", str(error) or f"no answer at {address} in 5 s", hint)]
+    answers = checks.Finding("containerd", "ok", f"{render.plain(version)} answers at {address}")
+    if loaded:
+        return [answers, checks.Finding("plugin", "ok", f"{name} is loaded")]
+    remedy = f'declare [proxy_plugins.{name}] with type = "snapshot" and address = "{socket}", and start containerd again'
+    return [answers, checks.Finding("plugin", "fail", f"the running containerd has no snapshotter {name!r}", remedy)]
+
+
 def _containerd(path: str, address: str) -> Iterator[checks.Finding]:
     try:
         with open(path, encoding="utf-8") as file:
@@ -101,14 +119,16 @@ def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...]
       weenv doctor
       weenv doctor --registry registry.example --json
     """
+    from weenv.environment import runconfig
     from weenv.plugin.snapshotter.blobfs import config as blobfs_config
     from weenv.plugin.snapshotter.config import load
 
-    config = load(config_path)
+    config, run = load(config_path), runconfig.load(config_path).run
     sockets = blobfs_config.load(config_path)
     findings = [*checks.kernel(), _mounting(config.root), _blobs(config.blobs, sockets.status_socket)]
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
+    findings += asyncio.run(_running(run.address, run.snapshotter, config.socket))
     findings += [*_containerd(containerd_config, config.socket), checks.disk(config.root)]
     findings += [asyncio.run(_registry(host, config_path)) for host in registries]
     if as_json:

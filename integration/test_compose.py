@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import subprocess
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from weenv.environment.compose import Composed, NotLazyError, compose_image, is_registered, register
 from weenv.environment.model import GroupUse, Plan, PlanConfig
-from weenv.plugin.containerd.client import Client
+from weenv.plugin.containerd.client import Client, ContainerdError
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref.resolve import Resolver
 from weenv_testkit import tools
@@ -166,3 +168,23 @@ def test_a_registry_on_the_node_is_trusted_once_the_operator_names_it(
         made = run(*tools.weenv(), "plan", "compose", str(wanted), "--config", own.run_config(), timeout=60).strip()
         assert own.shell(made, "run it", "default") == "tool it\n"
         assert os.stat(os.path.join(own.root, "trusted-hosts")).st_mode & 0o777 == 0o600
+        assert _doctor(own.run_config())["plugin"]["state"] == "ok"
+        other = tmp_path / "other.toml"
+        other.write_text(Path(own.run_config()).read_text() + 'snapshotter = "absent"\n')
+        found = _doctor(str(other))
+        assert found["containerd"]["state"] == "ok" and own.containerd.socket in found["containerd"]["seen"]
+        assert found["plugin"]["state"] == "fail" and "[proxy_plugins.absent]" in found["plugin"]["remedy"]
+        with pytest.raises(ContainerdError, match="has no snapshotter 'absent'") as absent:
+            on(own, lambda ns: register(image, ns, snapshotter="absent"))
+        assert "[proxy_plugins.absent]" in absent.value.hint
+        own.snapshotter.stop()
+        with pytest.raises(ContainerdError, match="does not reach its plugin") as stopped:
+            on(own, lambda ns: register(image, ns), "another")
+        assert stopped.value.hint == "start it: weenv snapshotter serve"
+        own.start_snapshotter()
+
+
+def _doctor(config: str) -> dict[str, dict[str, str]]:
+    argv = [*tools.weenv(), "doctor", "--config", config, "--json"]
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60)
+    return {row["name"]: row for row in json.loads(done.stdout)}

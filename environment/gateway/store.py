@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass
 
 from weenv.core.database import open_renewable
 from weenv.core.errors import StorageError
+from weenv.core.rights import remedy
 from weenv.plugin.snapshotter.layerdir import Origin
 
 SCHEMA = 2
@@ -92,8 +93,8 @@ class Store:
         try:
             self._db = open_renewable(path, SCHEMA, _TABLES)
         except (OSError, sqlite3.Error) as error:
-            raise StorageError(f"the gateway's store {path} cannot be used: {error}", hint="remove it, or name another root"
-            ) from error  # fmt: skip
+            hint = remedy(error, "remove it, or name another root")
+            raise StorageError(f"the gateway's store {path} cannot be used: {error}", hint=hint) from error
 
     def close(self) -> None:
         """Close the database."""

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import io
+import re
+import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import grpc
 import grpc.aio
 
 from weenv.core.errors import WeenvError
+from weenv.core.rights import remedy
 from weenv.plugin.containerd.schema import EMPTY, SCHEMA, SNAPSHOTS_METHODS, SNAPSHOTS_SERVICE
 from weenv.plugin.containerd.types import (
     LEASE_HEADER,
@@ -51,10 +54,41 @@ class ContainerdError(WeenvError):
         self.code = code
 
 
-def _translate(error: grpc.aio.AioRpcError, method: str) -> ContainerdError:
+_NOT_LOADED = re.compile(r"snapshotter not loaded: ([^ :]+)")
+"""containerd's words (plugins/services/snapshots/service.go, v2.1.9; services/snapshots, v1.7)."""
+_UNCONNECTED = "failed to connect to all addresses"
+"""gRPC's own words where there never was a connection; what the other end answers is told as it is."""
+_DIAL = re.compile(r"dial unix (/[^:]+): ")
+"""Go's words where containerd does not reach a plugin's socket."""
+
+
+def _translate(error: grpc.aio.AioRpcError, method: str, address: str) -> ContainerdError:
     code: str = error.code().name
     detail = (error.details() or "").splitlines()[0] if error.details() else "no detail"
-    hint = "is containerd running, and is this its socket?" if code == "UNAVAILABLE" else ""
+    if (absent := _NOT_LOADED.search(detail)) is not None:
+        return ContainerdError(
+            f"containerd at {address} has no snapshotter {absent[1]!r}", code,
+            hint=f"declare it ([proxy_plugins.{absent[1]}], see README and weenv doctor) and start containerd again",
+        )  # fmt: skip
+    hint = ""
+    if code == "UNAVAILABLE":
+        if (unheard := _DIAL.search(detail)) is not None:
+            return ContainerdError(
+                f"containerd does not reach its plugin at {unheard[1]}", code, hint="start it: weenv snapshotter serve"
+            )
+        try:
+            if _UNCONNECTED in detail:
+                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                    probe.setblocking(False)
+                    probe.connect(address)
+        except PermissionError as denied:
+            return ContainerdError(f"cannot connect to {address}: {denied.strerror}", code, hint=remedy(denied))
+        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
+            hint = "start containerd, or name its socket: --containerd, or [run] address"
+            return ContainerdError(f"nothing listens at {address}", code, hint=hint)
+        except OSError:
+            pass  # there, and busy
+        hint = "is containerd running, and is this its socket?"
     return ContainerdError(f"containerd {method.rsplit('/', 1)[-1]}: {detail}", code, hint=hint)
 
 
@@ -124,7 +158,7 @@ class Client:
         try:
             return await self._method("unary_unary", path, answer)(request, metadata=tuple(headers), timeout=deadline)
         except grpc.aio.AioRpcError as error:
-            raise _translate(error, path) from error
+            raise _translate(error, path, self.address) from error
 
     async def stream(
         self, path: str, request: Any, answer: str, *, headers: Sequence[tuple[str, str]] = ()
@@ -135,7 +169,7 @@ class Client:
             async for message in call:
                 yield message
         except grpc.aio.AioRpcError as error:
-            raise _translate(error, path) from error
+            raise _translate(error, path, self.address) from error
         finally:
             call.cancel()
 
@@ -147,7 +181,7 @@ class Client:
         try:
             return [message async for message in call]
         except grpc.aio.AioRpcError as error:
-            raise _translate(error, path) from error
+            raise _translate(error, path, self.address) from error
         finally:
             call.cancel()
 

@@ -24,6 +24,7 @@ from collections import OrderedDict
 
 from weenv.core.database import MEMORY, open_renewable
 from weenv.core.errors import FormatError, StorageError
+from weenv.core.rights import remedy
 from weenv.registry.groupref.model import LayerRef, ResolvedGroup
 
 SCHEMA = 1
@@ -53,7 +54,7 @@ class MappingCache:
             self._db = open_renewable(path, SCHEMA, _TABLES)
         except (OSError, sqlite3.Error) as error:
             raise StorageError(
-                f"the mapping cache {path} cannot be used: {error}", hint="remove it, or name another"
+                f"the mapping cache {path} cannot be used: {error}", hint=remedy(error, "remove it, or name another")
             ) from error
         # For the cache of a resolver that nobody closes; it may be collected in any thread.
         weakref.finalize(self, self._db.close)

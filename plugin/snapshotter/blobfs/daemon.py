@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 
 from weenv.core.aio import Background
 from weenv.core.errors import ConfigError, MountError, WeenvError
+from weenv.core.rights import AS_ROOT, remedy
 from weenv.layer.tail import FrameIndex
 from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
@@ -70,6 +71,7 @@ def connect(config: BlobfsConfig) -> tuple[holder.HolderClient, int, bool]:
             os.makedirs(path, mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot create {path}: {error.strerror}", hint="run it as root") from error
+    _check_rights(config.holder_socket)
     found = holder.attach(config.holder_socket)
     if found is not None:
         return (*found, True)
@@ -410,13 +412,27 @@ async def serve(
                 await daemon.close()
 
 
+def _check_rights(path: str) -> None:
+    """Raise ConfigError where it is this process's rights that keep it from asking whoever listens at ``path``."""
+    try:
+        os.stat(path)
+    except PermissionError as error:
+        raise ConfigError(f"cannot ask at {path}: {error.strerror}", hint=remedy(error)) from error
+    except OSError:
+        return
+    if not os.access(path, os.W_OK, effective_ids=True):
+        raise ConfigError(f"cannot ask at {path}: {os.strerror(errno.EACCES)}", hint=AS_ROOT)
+
+
 def stop(config: BlobfsConfig, *, force: bool = False) -> bool:
     """``weenv blobfs stop``: unmount and end holder and server; False where nothing was running.
 
-    Raises :class:`MountError` where mounts depend on it; ``force`` detaches it, which costs their readers the data.
+    Raises ConfigError where only root may ask, :class:`MountError` where mounts depend on it; ``force`` detaches it, which
+    costs their readers the data.
     """
     answer = holder.ask(config.holder_socket, {"op": "stop", "force": force})
     if answer is None:
+        _check_rights(config.holder_socket)
         if os.path.ismount(config.mountpoint) or not _alive(config.mountpoint):
             return detach(config.mountpoint)
         return False

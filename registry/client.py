@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import re
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -17,7 +19,7 @@ from urllib.parse import urljoin, urlsplit
 import aiohttp
 import yarl
 
-from weenv.core.errors import SourceError, UnauthorizedError, UnavailableError
+from weenv.core.errors import SourceError, UnauthorizedError
 from weenv.registry.auth import Authorizer, scope_of
 from weenv.registry.challenge import MAX_TOKEN_ANSWER, TokenRequest
 from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
@@ -31,6 +33,7 @@ from weenv.registry.policy import (
     parse_retry_after,
     retry_delay,
     status_error,
+    unavailable,
 )
 
 if TYPE_CHECKING:
@@ -62,12 +65,20 @@ def origin(url: str) -> tuple[str, str, int]:
     return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
 
 
+_ERRNO = re.compile(r"\A(\d+)\Z|\[Errno (\d+)\]")
+"""An errno (names that do not resolve have negative ones), or the first of those that a host's several addresses gave."""
+
+
 def describe(error: BaseException) -> str:
     """A transport error in a few words, without URLs (signed URLs are secrets)."""
     if isinstance(error, TimeoutError):
         return "no answer in time"
     if isinstance(error, aiohttp.ClientConnectorCertificateError):
         return "its TLS certificate is not trusted"
+    if isinstance(error, aiohttp.ClientConnectorSSLError):
+        return "TLS failed; perhaps it speaks plain HTTP"
+    if isinstance(error, OSError) and (found := _ERRNO.search(str(error.errno or error))):
+        return os.strerror(int(found[1] or found[2]))  # asyncio says "Connect call failed" and to where
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return type(error).__name__
@@ -187,7 +198,7 @@ class RegistryClient:
             failures += 1
             delay = retry_delay(self.config, failures, retry_after)
             if delay is None or asyncio.get_running_loop().time() + delay > deadline:
-                raise UnavailableError(f"{host} cannot serve {what}: {last}", retry_after=retry_after)
+                raise unavailable(host, what, last, retry_after)
             self.counters.retries += 1
             await asyncio.sleep(delay)
 
@@ -250,7 +261,7 @@ class RegistryClient:
             failures += 1
             delay = retry_delay(self.config, failures, retry_after)
             if delay is None:
-                raise UnavailableError(f"{host} gives no token: {last}", retry_after=retry_after)
+                raise unavailable(host, "a token", last, retry_after)
             await asyncio.sleep(delay)
 
     @property

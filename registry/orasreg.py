@@ -28,7 +28,7 @@ from weenv.registry.auth import Authorizer
 from weenv.registry.client import origin
 from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
 from weenv.registry.internal import leads_inside
-from weenv.registry.policy import MAX_HOPS, REFUSED, TRANSIENT, parse_retry_after, retry_delay
+from weenv.registry.policy import MAX_HOPS, REFUSED, TRANSIENT, parse_retry_after, retry_delay, unavailable
 from weenv.registry.reference import api_host
 from weenv.registry.threads import Cancelled
 
@@ -222,7 +222,7 @@ class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
             failures += 1
             delay = None if isinstance(data, Body) else retry_delay(self.config, failures, retry_after)
             if delay is None:
-                raise UnavailableError(f"{self.host} cannot be used: {reason}", retry_after=retry_after)
+                raise unavailable(self.host, "requests", reason, retry_after)
             if self.cancel.wait(delay):
                 raise Cancelled
 

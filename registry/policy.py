@@ -54,6 +54,15 @@ def retry_delay(config: RegistryConfig, failures: int, retry_after: float | None
     return random.uniform(0.5, 1.0) * ceiling  # noqa: S311
 
 
+def unavailable(host: str, what: str, reason: str, retry_after: float | None = None) -> UnavailableError:
+    """The error for a registry that gives no usable answer, however it was asked."""
+    return UnavailableError(
+        f"{host} cannot serve {what}: {reason}",
+        retry_after=retry_after,
+        hint="is it running, and is its name right? where it speaks plain HTTP: [registry] plain_http",
+    )
+
+
 def status_error(status: int, what: str, host: str, retry_after: float | None = None) -> SourceError:
     """The error of the project's tree that an HTTP status means. ``what`` names what was asked for."""
     if status == 404:
@@ -64,5 +73,5 @@ def status_error(status: int, what: str, host: str, retry_after: float | None = 
             hint=f"check the name, and log in: docker login {host}",
         )
     if status in TRANSIENT:
-        return UnavailableError(f"{host} cannot serve {what} now ({status})", retry_after=retry_after)
+        return unavailable(host, what, f"status {status}", retry_after)
     return SourceError(f"{host} answered {status} for {what}")

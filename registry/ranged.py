@@ -19,7 +19,7 @@ from contextlib import aclosing
 import aiohttp
 
 from weenv.core import digest as digests
-from weenv.core.errors import NotFoundInSource, SourceError, UnavailableError
+from weenv.core.errors import NotFoundInSource, SourceError
 from weenv.registry.auth import scope_of
 from weenv.registry.client import TRANSPORT_ERRORS, RegistryClient, describe, origin
 from weenv.registry.policy import (
@@ -30,6 +30,7 @@ from weenv.registry.policy import (
     parse_retry_after,
     retry_delay,
     status_error,
+    unavailable,
 )
 
 log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class RegistrySource:
             failures = 1 if position > before else failures + 1
             delay = retry_delay(config, failures, retry_after)
             if delay is None or now() + delay > give_up:
-                raise UnavailableError(f"{self.host} cannot serve {self.digest}: {reason}", retry_after=retry_after)
+                raise unavailable(self.host, self.digest, reason, retry_after)
             self.client.counters.retries += 1
             log.debug("retrying ranged read", extra={"host": self.host, "reason": reason, "failures": failures})
             await asyncio.sleep(delay)
@@ -142,7 +143,7 @@ class RegistrySource:
         try:
             answer = await self._open(0, 1, give_up)
         except TRANSPORT_ERRORS as error:
-            raise UnavailableError(f"{self.host} cannot serve {self.digest}: {describe(error)}") from error
+            raise unavailable(self.host, self.digest, describe(error)) from error
         try:
             if answer.status not in (200, 206):
                 raise status_error(answer.status, f"{self.repository}@{self.digest}", self.host)

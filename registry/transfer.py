@@ -32,7 +32,7 @@ from weenv.core.errors import (
 from weenv.registry.auth import scope_of
 from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Descriptor
 from weenv.registry.orasreg import BLOCK, Body, OrasRegistry, Progress, explain
-from weenv.registry.policy import TRANSIENT, parse_retry_after, retry_delay, status_error
+from weenv.registry.policy import TRANSIENT, parse_retry_after, retry_delay, status_error, unavailable
 from weenv.registry.reference import Reference
 from weenv.registry.threads import Cancelled, in_thread
 
@@ -190,7 +190,7 @@ def _pull_manifest(registry: OrasRegistry, reference: Reference) -> tuple[bytes,
             break
         except BROKEN as error:
             failures += 1
-            _wait(registry, failures, f"{registry.host} cannot serve {reference}: {explain(error)}")
+            _wait(registry, failures, unavailable(registry.host, str(reference), explain(error)))
     if len(data) > MAX_MANIFEST:
         raise SourceError(f"{reference} is larger than {MAX_MANIFEST} bytes")
     digest = digests.sha256(data)
@@ -213,10 +213,10 @@ def _read_small(registry: OrasRegistry, answer: requests.Response, what: str, gi
     return bytes(data)
 
 
-def _wait(registry: OrasRegistry, failures: int, reason: str, retry_after: float | None = None) -> None:
-    delay = retry_delay(registry.config, failures, retry_after)
+def _wait(registry: OrasRegistry, failures: int, failure: UnavailableError) -> None:
+    delay = retry_delay(registry.config, failures, failure.retry_after)
     if delay is None:
-        raise UnavailableError(reason, retry_after=retry_after)
+        raise failure
     if registry.cancel.wait(delay):
         raise Cancelled
 
@@ -255,7 +255,7 @@ def _pull_blob(
         except BROKEN as error:
             reason = explain(error)
         failures = 1 if position > before else failures + 1
-        _wait(registry, failures, f"{registry.host} cannot serve {what}: {reason}")
+        _wait(registry, failures, unavailable(registry.host, what, reason))
     if "sha256:" + hasher.hexdigest() != descriptor.digest:
         raise VerificationError("content does not have its digest", member=what)
 
@@ -313,7 +313,7 @@ def _push_blob(
             except UnavailableError as error:
                 reason, retry_after = error.message, error.retry_after
             failures += 1
-            _wait(registry, failures, f"{what} failed: {reason}", retry_after)
+            _wait(registry, failures, UnavailableError(f"{what} failed: {reason}", retry_after=retry_after))
 
 
 def _chunked(registry: OrasRegistry, path: str, container: Any, layer: dict[str, Any], size: int) -> requests.Response:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import tarfile
@@ -166,6 +167,16 @@ def test_the_command_composes_and_says_what_is_wrong(node: Node, refs: list[str]
     argv += ["--config", node.config, "--namespace", "cli"]
     name = run(*argv, timeout=60).strip()
     assert node.shell(name, "./script; tail -n 2 code.py", "cli") == "ran\nanswer = 42\nprint(answer)\n"
+    shown = json.loads(run(*tools.weenv(), "plan", "show", "--json", "--config", node.config, str(tmp_path / "plan.yaml")))
+    assert shown["name"] == name
+    (tmp_path / "plan.yaml").write_text(text + "  - run: make test\n")
+    done = subprocess.run([*argv, "--json"], capture_output=True, text=True, timeout=60, check=True)
+    assert "weenv: not in the image: 1 run mutation, which" in done.stderr
+    assert "(line 10: /bin/sh -c make test)" in done.stderr
+    made = json.loads(done.stdout)
+    assert made["not_run"] == [{"line": 10, "command": ["/bin/sh", "-c", "make test"], "directory": "/"}]
+    assert made["name"] == name, "a command is no part of the image"
+    (tmp_path / "plan.yaml").write_text(text)
     node.containerd.purge("cli", SNAPSHOTTER)
     (tmp_path / "change.diff").write_text(PATCH.replace("41", "40"))
     done = subprocess.run(argv, capture_output=True, text=True, timeout=60, check=False)

@@ -88,6 +88,20 @@ def test_it_is_converted_once_and_everything_says_so(
     bench.ok("rm", "-f", started)
 
 
+def test_what_is_there_lazily_from_another_image_is_said_so(bench: Bench, publish: Publisher, repository: str) -> None:
+    layer = publish.layer("twin", harness("twin"))
+    lazily, plainly = publish.lazy("twin-lazy", layer), publish.plain("twin-plain", layer)
+    plan = bench.plan("twin", plainly)
+    assert "will be converted on this node" in bench.ok("plan", "show", plan)[0]
+    bench.ok("plan", "compose", bench.plan("twin-lazy", lazily))
+    (shown,) = json.loads(bench.ok("plan", "show", "--json", plan)[0])["layers"]
+    assert (shown["lazy"], shown["served"]) == (False, "present")
+    assert "on this node lazily already" in bench.ok("plan", "show", plan)[0]
+    before = bench.blobs()
+    assert bench.ok("plan", "compose", plan)[1] == "", "nothing was converted"
+    assert bench.blobs() == before
+
+
 def test_every_namespace_ctr_and_removal(bench: Bench, publish: Publisher, repository: str) -> None:
     tool = publish.plain("spaces", publish.layer("spaces", harness("spaces")))
     plan = bench.plan("spaces", publish.base, repository, tool)

@@ -26,7 +26,8 @@ class RegistryConfig:
     """Loopback hosts that are to be spoken to over TLS all the same."""
     allow_sources: frozenset[str] = frozenset()
     """Hosts that a layer's source annotation may name although they are this node's loopback, link-local or metadata
-    addresses (see `use_source_annotation`); those of `plain_http` and `tls` may be named anyway."""
+    addresses (see `use_source_annotation`); those of `plain_http` and `tls`, and of the groups
+    of plans that were composed on the node, may be named anyway."""
     ca_file: str = ""
     """A PEM bundle to trust besides the system's."""
     connect_timeout: float = 10.0

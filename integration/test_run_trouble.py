@@ -156,7 +156,7 @@ def test_leases_of_the_dead_end_and_no_others(bench: Bench, sweeper: str) -> Non
     kept = set(leases) - {f"{owner.LEASE_PREFIX}dead"}
     try:
         # Of a run that is over at once the sweeping need not have begun.
-        how = {"rm": ("rm",), "quick": ("run", "--rm", bench.plan, "--", "sleep", "0.5")}
+        how = {"rm": ("rm", "--sweep"), "quick": ("run", "--rm", bench.plan, "--", "sleep", "0.5")}
         bench.ok(*how.get(sweeper, ("run", "--rm", "-i", bench.plan, "--", "sleep", "0.5")))
         assert {lease.id for lease in asyncio.run(on(lambda namespace: namespace.list_leases()))} == kept
     finally:

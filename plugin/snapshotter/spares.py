@@ -22,10 +22,14 @@ _PAUSE = 0.005
 
 
 def make_directory(home: str) -> None:
-    """One snapshot's directory: ``fs`` and ``work`` with the modes that containerd's overlayfs snapshotter gives them."""
-    os.mkdir(home, 0o700)
-    os.mkdir(home + "/fs", 0o755)
-    os.mkdir(home + "/work", 0o711)
+    """One snapshot's directory: ``fs`` and ``work`` with the modes that containerd's overlayfs snapshotter gives them.
+
+    The modes are set, not left to mkdir(2): the umask is the process's, and another thread may have it changed for a moment
+    while it binds a socket.
+    """
+    for path, mode in ((home, 0o700), (home + "/fs", 0o755), (home + "/work", 0o711)):
+        os.mkdir(path, mode)
+        os.chmod(path, mode)
 
 
 class SpareDirectories:

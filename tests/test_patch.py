@@ -143,6 +143,13 @@ def test_what_git_diff_writes_gives_the_tree_that_it_was_made_from(
         assert applied(patch, before) == after
 
 
+def test_without_context_a_hunk_stays_where_it_says() -> None:
+    patch = b"--- a/f\n+++ b/f\n@@ -2 +2 @@\n-\n+x\n"
+    assert applied(patch, {b"f": Content(b"\n\n\n")}) == {b"f": Content(b"\nx\n\n")}
+    patch = b"--- a/f\n+++ b/f\n@@ -2 +1,0 @@\n-a\n"
+    assert applied(patch, {b"f": Content(b"b\na\na\nb\na\n")}) == {b"f": Content(b"b\na\nb\na\n")}
+
+
 # -- against git apply and patch: plain diffs of a file that has moved on
 
 

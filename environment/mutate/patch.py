@@ -438,6 +438,11 @@ class _Image:
 
     def find(self, hunk: Hunk) -> int | None:
         """Where a hunk belongs, or None."""
+        if hunk.old_start > bool(hunk.old) and not hunk.leading and not hunk.trailing:
+            # Made without context (-U0): it says where it belongs and nothing else does. As `git apply --unidiff-zero`.
+            stated = hunk.new_start - 1 if hunk.new else hunk.new_start
+            if self.matches(hunk, stated, beginning=False, end=False):
+                return stated
         beginning = hunk.old_start <= 1
         end = not hunk.trailing
         count = len(self.lines)

@@ -19,6 +19,7 @@ from aiohttp import web
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError
 from weenv.core.process import until_stopped
+from weenv.core.unixsocket import bind_private
 from weenv.environment.composeconfig import compose_config
 from weenv.environment.gateway.blobs import Blobs
 from weenv.environment.gateway.config import GatewayConfig, parse_address
@@ -62,11 +63,8 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> str:
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(os.lstat(path).st_mode):
                     raise ConfigError(f"{path} is in the way of the gateway's socket", hint="remove it")
-            mask = os.umask(0o177)
-            try:
-                await web.UnixSite(runner, path, ssl_context=context).start()
-            finally:
-                os.umask(mask)
+                os.unlink(path)
+            await web.SockSite(runner, bind_private(path), ssl_context=context).start()
             return config.address
         await web.TCPSite(runner, host, port, ssl_context=context).start()
     except OSError as error:

@@ -24,6 +24,7 @@ import stat
 from typing import Any
 
 from weenv.core.errors import ConfigError, WeenvError
+from weenv.core.unixsocket import bind_private
 from weenv.plugin.nri.admission import Request
 from weenv.plugin.nri.controller import Controller
 from weenv.plugin.nri.model import EnvKey, Role
@@ -61,11 +62,7 @@ class Control:
                 if _answers(path):
                     raise ConfigError(f"another daemon answers at {path}", hint="stop it, or set elastic.serve.socket")
                 os.unlink(path)
-            mask = os.umask(0o177)
-            try:
-                self._server = await asyncio.start_unix_server(self._connected, path, limit=_MAX_REQUEST)
-            finally:
-                os.umask(mask)
+            self._server = await asyncio.start_unix_server(self._connected, sock=bind_private(path), limit=_MAX_REQUEST)
         except OSError as error:
             raise ConfigError(f"cannot listen on {path}: {error.strerror}", hint="set elastic.serve.socket") from error
         self._path = path

@@ -292,13 +292,10 @@ class BuiltinServer:
 
     async def start(self) -> None:
         """Listen at ``path``."""
-        before = os.umask(0o177)
         try:
             await self._http.start(self.path)
         except OSError as error:
             raise errors.ConfigError(f"cannot listen on {self.path}: {error.strerror}") from error
-        finally:
-            os.umask(before)
 
     async def stop(self, grace: float | None) -> None:
         """See Http2Server."""
@@ -354,7 +351,7 @@ def listen(server: Server, path: str) -> None:
         server.path = path
         return
     assert isinstance(server, grpc.aio.Server)
-    before = os.umask(0o177)
+    before = os.umask(0o177)  # grpc binds by itself
     try:
         if server.add_insecure_port("unix:" + path) == 0:
             raise errors.ConfigError(f"cannot listen on {path}")

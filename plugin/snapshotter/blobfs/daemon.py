@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry, start_http_server
 from weenv.core.aio import Background
 from weenv.core.errors import ConfigError, MountError, WeenvError
 from weenv.core.rights import AS_ROOT, remedy
+from weenv.core.unixsocket import bind_private
 from weenv.layer.tail import FrameIndex
 from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
@@ -359,13 +360,10 @@ class Daemon:
                 writer.close()
                 await writer.wait_closed()
 
-        old = os.umask(0o177)
         try:
-            server = await asyncio.start_unix_server(answer, path)
+            server = await asyncio.start_unix_server(answer, sock=bind_private(path))
         except OSError as error:
             raise ConfigError(f"cannot listen at {path}: {error.strerror}") from error
-        finally:
-            os.umask(old)
         try:
             yield
         finally:

@@ -37,6 +37,7 @@ import time
 from typing import Any
 
 from weenv.core.errors import ConfigError, MountError
+from weenv.core.unixsocket import bind_private
 
 _PACKET = 128 << 10
 _BATCH = 500  # nodes per packet: 80 bytes each, well below the default send buffer
@@ -74,10 +75,7 @@ class Holder:
             raise ConfigError(f"another holder serves {self.path}")
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-        old = os.umask(0o177)
-        listener.bind(self.path)  # mode 0600 from the first moment
-        os.umask(old)
+        listener = bind_private(self.path, socket.SOCK_SEQPACKET)
         listener.listen(16)
         if self.attached is not None:
             self.attached.send(_pack({"op": "ready"}))

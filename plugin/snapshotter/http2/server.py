@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from weenv.core.unixsocket import bind_private
 from weenv.plugin.snapshotter.http2.connection import Broken, Cancelled, Connection, Request
 
 log = logging.getLogger(__name__)
@@ -191,9 +192,9 @@ class Http2Server:
             protocol.flush()
 
     async def start(self, path: str) -> None:
-        """Listen at ``path``, which does not exist yet. Raises OSError."""
+        """Listen at ``path``, which does not exist yet; mode 0600. Raises OSError."""
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Protocol(self), path, backlog=128)
+        self._server = await loop.create_unix_server(lambda: _Protocol(self), sock=bind_private(path), backlog=128)
 
     async def stop(self, grace: float | None = None) -> None:
         """Take no more requests, give those that run ``grace`` seconds, then cancel them and close."""

@@ -1,0 +1,34 @@
+"""Sockets of mode 0600, whatever the umask, and without touching it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from pathlib import Path
+
+import pytest
+
+from weenv.core.unixsocket import bind_private
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_it_is_private_and_the_umask_stays(tmp_path: Path, umask: int, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = os.umask(umask)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "umask", lambda _mask: pytest.fail("the umask is the whole process's"))
+            with bind_private(str(tmp_path / "s"), kind) as made:
+                assert stat.S_IMODE(os.stat(tmp_path / "s").st_mode) == 0o600
+                made.listen()
+                with socket.socket(socket.AF_UNIX, kind) as client:
+                    client.connect(str(tmp_path / "s"))
+    finally:
+        os.umask(before)
+
+
+def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "s").touch()
+    with pytest.raises(OSError, match="in use"):
+        bind_private(str(tmp_path / "s"))

@@ -87,11 +87,6 @@ class GatewayConfig:
             raise ConfigError(f"gateway.platform must be OS/ARCH, not {self.platform!r}")
 
     @property
-    def plan_directories(self) -> tuple[str, ...]:
-        """Those of ``plans`` that are directories."""
-        return tuple(source for source in self.plans if source.startswith("/"))
-
-    @property
     def loopback(self) -> bool:
         """True where only this machine can connect."""
         path, host, _ = parse_address(self.address)

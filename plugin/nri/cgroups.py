@@ -13,11 +13,9 @@ memory has moved, or when the limit is near.
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import math
 import os
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from weenv.core.errors import WeenvError
@@ -439,10 +437,3 @@ _SPLIT = ("anon", "active_file", "inactive_file", "slab_reclaimable", "file_dirt
 """Lines of v2's ``memory.stat``."""
 _SPLIT_V1 = ("rss", "active_file", "inactive_file", "", "dirty", "writeback")
 """The same of v1, which counts the whole hierarchy as ``total_*`` and does not tell reclaimable slabs."""
-
-
-def close_all(fds: Iterable[int]) -> None:
-    """Close descriptors."""
-    for fd in fds:
-        with contextlib.suppress(OSError):
-            os.close(fd)

@@ -235,10 +235,6 @@ class ElasticConfig:
         return Bounds(start, Quota(top_cpu, top_memory), start)
 
 
-SUBTABLES = ("cpu", "memory", "admission", "serve")
-"""Tables within ``[elastic]``."""
-
-
 def from_tables(tables: dict[str, Any], **overrides: Any) -> ElasticConfig:
     """The ``[elastic]`` table of a configuration file; overrides that are not None win. Raises :class:`ConfigError`.
 

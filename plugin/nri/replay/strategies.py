@@ -227,13 +227,3 @@ def named(config: ElasticConfig, cores: float) -> dict[str, Callable[[], Strateg
         "elastic-x2": lambda: Elastic(replace(config, admission=replace(rules, cpu=2 * (rules.cpu or cores)))),
         "oracle": lambda: Oracle(config),
     }
-
-
-ABOUT = {
-    "fixed-median": "1 core (the median peak) and 7 GiB for everybody",
-    "fixed-p99": "what the 99th percentile needs for everybody: 64 cores and 7 GiB",
-    "vpa-like": "90th percentile of all use so far plus 15 %, once a minute",
-    "elastic": "policy and admission of this configuration",
-    "elastic-x2": "the same, with twice the cores to promise (elastic.admission.cpu)",
-    "oracle": "exactly what is wanted, at every moment, within ceiling and node",
-}

@@ -23,7 +23,7 @@ from weenv.plugin.snapshotter.cache.present import BAD, Presence, lost_frames
 from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, give_back, spool
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer
-from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
+from weenv.plugin.snapshotter.fetch.planner import ReadAhead
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.registry.source import BlobSource
 
@@ -38,8 +38,6 @@ _QUIET: Final = 10.0
 
 ReadTail = Callable[[bytes, LayerSource], FrameIndex]
 """What a layer's tail says of its stream; the tail's digest is checked first (VerificationError). Raises FormatError."""
-ReadExtents = Callable[[bytes, LayerSource], Extents]
-"""Where the large files of a layer lie, from its tail. Raises FormatError."""
 OpenSources = Callable[[LayerSource, Sequence[Origin]], list[BlobSource]]
 """The sources of a blob at these of its origins, in the order to try them; those that cannot be opened are left out."""
 CloseSources = Callable[[list[BlobSource]], None]

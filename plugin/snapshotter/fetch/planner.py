@@ -34,7 +34,7 @@ from typing import Final
 import numpy as np
 
 from weenv.layer.toc import FILE, FLAG_SPARSE, NO_DATA, Toc
-from weenv.plugin.snapshotter.fetch.siblings import SMALL, Siblings
+from weenv.plugin.snapshotter.fetch.siblings import SMALL, Siblings, packed
 
 _PAGE: Final = 4096
 _MAX_STREAMS: Final = 32
@@ -51,9 +51,7 @@ _PROGRAM_NAME: Final = re.compile(rb"\.(so|so\.[0-9.]+|node|dll)$")
 
 def offsets(sizes: np.ndarray[tuple[int], np.dtype[np.uint64]]) -> array[int]:
     """A u64 offset table as an ``array``, which bisects three times faster than numpy for single values."""
-    table = array("Q")
-    table.frombytes(sizes.astype("=u8").tobytes())
-    return table
+    return packed("Q", sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -333,7 +331,7 @@ class ReadAhead:
     def _program(self, low: int, high: int, frame: int) -> list[int]:
         """The block around ``frame``, four times as large with every new frame asked for; what follows it first."""
         touched = self._touched[low] = self._touched.get(low, 0) + 1
-        size = min(_PROGRAM_BLOCK**touched, self._block_max) if touched < 12 else self._block_max
+        size = min(_PROGRAM_BLOCK ** min(touched, 12), self._block_max)
         block = low + (frame - low) // size * size
         return self._wanted(frame, min(block + size, high)) + self._wanted(block, frame)
 

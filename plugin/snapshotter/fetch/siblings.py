@@ -120,8 +120,8 @@ class Siblings:
         rank = np.arange(len(group)) - first[group]
         by_offset = np.argsort(begin, kind="stable")
         return cls(
-            _table("Q", begin[by_offset]), _table("I", group[by_offset]), _table("I", rank[by_offset]), _table("I", first),
-            _table("Q", begin), _table("I", size),
+            packed("Q", begin[by_offset]), packed("I", group[by_offset]), packed("I", rank[by_offset]), packed("I", first),
+            packed("Q", begin), packed("I", size),
         )  # fmt: skip
 
     def observe(self, offset: int, length: int) -> list[tuple[int, int]]:
@@ -191,7 +191,8 @@ def _hashes(pool: Any, offsets: Any, lengths: Any) -> Any:
     return key
 
 
-def _table(code: str, values: Any) -> array[int]:
+def packed(code: str, values: Any) -> array[int]:
+    """A column as an ``array`` of u64 (``Q``) or u32 (``I``)."""
     table = array(code)
     table.frombytes(values.astype("=u8" if code == "Q" else "=u4").tobytes())
     return table

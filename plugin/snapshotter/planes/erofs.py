@@ -110,10 +110,12 @@ class ErofsPlane:
         its appearing with it. So one is made at a time, and where another process made one meanwhile neither is touched.
         """
         with self._one_at_a_time:
+            if attachment.mode != COMPLETE:
+                return mounts.open_erofs(image, device)
             before = _erofs_devices()
             mount = mounts.open_erofs(image, device)
             new = _erofs_devices() - before
-        if attachment.mode == COMPLETE and len(new) == 1:
+        if len(new) == 1:
             _inherit_read_ahead(device, new.pop())
         return mount
 

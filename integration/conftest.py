@@ -15,6 +15,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from weenv_testkit.blobfsproc import Blobfs, running
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.node import Node
 from weenv_testkit.procs import Failed, mounts_under, processes_of, wait_until
@@ -161,6 +162,15 @@ def bench(module_bench: Bench, node: Node) -> Iterator[Bench]:
         wait_until("nothing to be left", lambda: not module_bench.left(), 10, 0.1)
     except Failed:
         assert module_bench.left() == {}
+
+
+@pytest.fixture
+def blobfs(home: str, request: pytest.FixtureRequest) -> Iterator[Blobfs]:
+    """A blobfs of its own, without a snapshotter."""
+    path = f"{home}/{abs(hash(request.node.name)) % 10**8}"
+    os.mkdir(path)
+    with running(path) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

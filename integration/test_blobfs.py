@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,14 +39,6 @@ file = os.open(sys.argv[1], os.O_RDONLY)
 print("open", flush=True)
 os.pread(file, 4096, 0)
 """
-
-
-@pytest.fixture
-def blobfs(home: str, request: pytest.FixtureRequest) -> Iterator[Blobfs]:
-    path = f"{home}/{abs(hash(request.node.name)) % 10**8}"
-    os.mkdir(path)
-    with running(path) as made:
-        yield made
 
 
 def test_a_stream_is_read_whole_in_pieces_and_at_random(blobfs: Blobfs) -> None:

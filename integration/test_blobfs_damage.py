@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -39,14 +39,6 @@ SECONDS = float(os.environ.get("WEENV_SOAK_SECONDS", "300"))
 
 STAT = "import os, sys; print('go', flush=True); os.stat(sys.argv[1])"
 READ = "import sys; print('go', flush=True); open(sys.argv[1], 'rb').read(1)"
-
-
-@pytest.fixture
-def blobfs(home: str, request: pytest.FixtureRequest) -> Iterator[Blobfs]:
-    path = f"{home}/{abs(hash(request.node.name)) % 10**8}"
-    os.mkdir(path)
-    with running(path) as made:
-        yield made
 
 
 def eventually(what: str, condition: Callable[[], bool], seconds: float = 30.0) -> None:

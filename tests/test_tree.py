@@ -5,9 +5,7 @@ Every expectation here was seen from containerd's own unpack; integration/test_a
 
 from __future__ import annotations
 
-import importlib.util
 import io
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,6 +31,7 @@ from weenv.layer.toc import (
 )
 from weenv.layer.tree import scan_tar
 from weenv_testkit import rawtar
+from weenv_testkit.fuzzing import load
 from weenv_testkit.rawtar import END, directory, file, header, pax
 from weenv_testkit.toctree import content, toc_of
 
@@ -536,10 +535,4 @@ def test_columns_have_the_documented_types() -> None:
 
 
 def test_a_short_pass_of_the_fuzz_target() -> None:
-    path = Path(__file__).parent / "fuzz" / "fuzz_tarscan.py"
-    spec = importlib.util.spec_from_file_location("fuzz_tarscan", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.run(3000, seed=7)
+    load("fuzz_tarscan").run(3000, seed=7)

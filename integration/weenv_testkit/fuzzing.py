@@ -3,11 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import random
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
+
+TARGETS = Path(__file__).parent.parent.parent / "tests" / "fuzz"
+
+
+def load(name: str) -> ModuleType:
+    """The fuzz target ``tests/fuzz/<name>.py``, which is no part of a package, as a module."""
+    spec = importlib.util.spec_from_file_location(name, TARGETS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def main(

@@ -1,1 +1,1 @@
-"""Wiring into systemd: empty in this version; the daemons run in the foreground and log to stderr."""
+"""Wiring into systemd: the notification protocol, units, their installation."""

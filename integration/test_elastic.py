@@ -31,8 +31,8 @@ SMALL = f"{{cpu: {{start: {START}, max: 2}}, memory: {{start: 64Mi, max: 256Mi}}
 BOOST = 4 * START
 LONG = 90
 """Seconds that anything may take on a machine that is busy."""
-BURN = "while :; do if [ -e /tmp/calm ]; then sleep 0.1; else i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; fi; done"
-"""Uses a core until /tmp/calm is there."""
+BURN = "while :; do if [ -e /tmp/calm ]; then exec sleep 1000; else i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; fi; done"
+"""Uses a core until /tmp/calm is there. Then it makes nothing: a process every 100 ms is pressure where 5 ms of CPU are all it has."""
 
 
 @pytest.fixture(scope="module")

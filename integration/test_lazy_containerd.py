@@ -270,6 +270,7 @@ def test_removing_an_image_frees_everything(node: Node, store: Store, registry: 
     node.remove_image(ref, namespace)
     assert node.containerd.exec(name, "echo", "alive", namespace=namespace) == "alive\n", "a running container keeps its layers"
     node.containerd.remove_container(name, namespace)
+    node.containerd.collect()
     wait_until("the snapshots to be collected", lambda: name not in node.containerd.snapshots(SNAPSHOTTER, namespace))
     wait_until(
         "the layer's directory and mount to go",

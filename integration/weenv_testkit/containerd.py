@@ -329,12 +329,19 @@ class Containerd:
         """Remove an image and wait for containerd's garbage collection."""
         self.ctr("images", "rm", "--sync", ref, namespace=namespace)
 
+    def collect(self) -> None:
+        """Run containerd's garbage collection now: by itself it rests fifty times as long as its last run took."""
+        lease = f"collect-{secrets.token_hex(8)}"
+        self.ctr("leases", "create", "--id", lease)
+        self.ctr("leases", "delete", "--sync", lease)
+
     def purge(self, namespace: str, snapshotter: str) -> None:
         """Remove everything of a namespace: containers, images, then (by collection) content and snapshots."""
         for container in self.ctr("containers", "ls", "-q", namespace=namespace).split():
             self.remove_container(container, namespace)
         for image in self.ctr("images", "ls", "-q", namespace=namespace).split():
             self.remove_image(image, namespace)
+        self.collect()
         wait_until(f"snapshots of {namespace} to be collected", lambda: not self.snapshots(snapshotter, namespace), 30)
 
 

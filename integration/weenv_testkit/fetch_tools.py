@@ -53,6 +53,7 @@ class Tool:
 
 
 CONTAINERD = ("containerd", "ctr", "containerd-shim-runc-v2")
+DOCKER = ("docker.io", "docker-cli", "docker-compose", "docker-buildx")
 EROFS_LIBRARIES = (
     "libc6", "libdeflate0", "liblz4-1", "liblzma5", "libselinux1", "libpcre2-8-0", "libuuid1", "libxxhash0", "libzstd1",
     "zlib1g", "libgcc-s1",
@@ -68,6 +69,10 @@ WANTED = (
     Tool("nginx", (".",), ("nginx",), ("nginx",)),
     Tool("cosign", ("sid",), ("cosign",), ("cosign",)),
     Tool("busybox", (".",), ("busybox-static",), ("busybox",)),
+    # As with containerd: Debian 13's docker and the newest there is; their plugins of the command are found in root/.
+    Tool("docker-26", ("trixie",), DOCKER, ("dockerd", "docker")),
+    Tool("docker-28", ("sid",), DOCKER, ("dockerd", "docker")),
+    Tool("tini", ("trixie",), ("tini",), ("tini-static",)),
     Tool(
         "erofs",
         ("trixie",),
@@ -148,11 +153,20 @@ class PrivateApt:
 
     def download(self, packages: tuple[str, ...], into: Path) -> list[Path]:
         """Download .deb files, their hashes checked by apt against the signed index. Returns their paths."""
+        self._update()
+        run("apt-get", *self.options, "download", *packages, cwd=into)
+        return sorted(into.glob("*.deb"))
+
+    def closure(self, *packages: str) -> tuple[str, ...]:
+        """Packages and all that they depend on, down to the C library."""
+        self._update()
+        plan = run("apt-get", *self.options, "--simulate", "--no-install-recommends", "install", *packages)
+        return tuple(re.findall(r"^Inst (\S+)", plan, re.MULTILINE))
+
+    def _update(self) -> None:
         if not self.fresh:
             run("apt-get", *self.options, "--error-on=any", "update")
             self.fresh = True
-        run("apt-get", *self.options, "download", *packages, cwd=into)
-        return sorted(into.glob("*.deb"))
 
 
 def unpack(tool: Tool, apt: PrivateApt) -> None:

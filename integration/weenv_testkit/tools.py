@@ -10,6 +10,8 @@ from weenv_testkit.fetch_tools import TOOLS, WANTED
 
 CONTAINERD = {"1.7": "containerd-1.7", "2.1": "containerd-2"}
 """Name of a containerd line -> directory in the cache."""
+DOCKER = {"1.7": "docker-26", "2.1": "docker-28"}
+"""Name of a containerd line -> directory of the docker that Debian ships with it."""
 
 
 def tool(directory: str, program: str) -> str:
@@ -23,6 +25,21 @@ def tool(directory: str, program: str) -> str:
 def containerd_bin(line: str) -> str:
     """The directory with containerd, ctr and the shim of a line (``1.7`` or ``2.1``)."""
     return os.path.dirname(tool(CONTAINERD[line], "containerd"))
+
+
+def docker(line: str, program: str) -> str:
+    """``dockerd`` or ``docker`` of the docker that goes with a containerd line."""
+    return tool(DOCKER[line], program)
+
+
+def docker_plugins(line: str) -> str:
+    """The directory with the plugins of the ``docker`` command (compose, buildx)."""
+    return str(TOOLS / DOCKER[line] / "root" / "usr" / "libexec" / "docker" / "cli-plugins")
+
+
+def docker_init() -> str:
+    """A static tini, which docker calls docker-init."""
+    return tool("tini", "tini-static")
 
 
 def runc() -> str:

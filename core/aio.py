@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
@@ -12,6 +13,9 @@ T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
 
 log = logging.getLogger(__name__)
+
+KEEP_NAME: dict[str, Any] = {"cleanup_socket": False} if sys.version_info >= (3, 13) else {}
+"""For asyncio's unix servers: do not remove the socket's name at the end, which became the default with Python 3.13."""
 
 
 class SingleFlight(Generic[K, T]):

@@ -8,24 +8,34 @@ import fcntl
 import gc
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 from weenv.core.errors import ConfigError
 
 
 @contextlib.contextmanager
-def only_instance(root: str, what: str, name: str = "lock") -> Iterator[None]:
-    """Hold ``<root>/<name>``. Raises :class:`ConfigError` where another process does; ``what`` is what it is called then."""
+def only_instance(root: str, what: str, name: str = "lock", *, patience: float = 0.0) -> Iterator[None]:
+    """Hold ``<root>/<name>``. Raises :class:`ConfigError` where another process does; ``what`` is what it is called then.
+
+    ``patience`` is how many seconds it is waited for: a process that is ending may hold it for a moment longer.
+    """
+    end = time.monotonic() + patience
     os.makedirs(root, mode=0o711, exist_ok=True)
     fd = os.open(os.path.join(root, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
-            raise ConfigError(
-                f"another {what} (pid {holder or 'unknown'}) serves {root}", hint="stop it, or choose another root"
-            ) from error
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError as error:
+                if time.monotonic() < end:
+                    time.sleep(0.05)
+                    continue
+                holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
+                raise ConfigError(
+                    f"another {what} (pid {holder or 'unknown'}) serves {root}", hint="stop it, or choose another root"
+                ) from error
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         yield

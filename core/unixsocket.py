@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
+
+from weenv.core.errors import ConfigError
 
 
 def bind_private(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
@@ -20,3 +23,19 @@ def bind_private(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def clear_path(path: str) -> None:
+    """Make room for a socket at ``path``: its directory is made, a dead socket there is removed.
+
+    The caller has made sure that it is dead. Raises :class:`ConfigError` for a path that cannot be a socket's, OSError.
+    """
+    if len(os.fsencode(path)) > 107:
+        raise ConfigError(f"socket path is longer than 107 bytes: {path}", hint="use a shorter run directory")
+    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise ConfigError(f"{path} exists and is no socket")
+        os.unlink(path)
+    except FileNotFoundError:
+        pass

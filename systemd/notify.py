@@ -30,6 +30,8 @@ FIRST_FD: Final = 3
 _MOST: Final = 1024
 """Descriptors looked at, at most; more is no honest LISTEN_FDS."""
 _BARRIER: Final = 5.0
+_PREDECESSOR: Final = 15.0
+"""Longer than a daemon takes to end."""
 
 
 def notify(*lines: str, fds: Sequence[int] = ()) -> bool:
@@ -129,6 +131,26 @@ def listening_socket(fds: Sequence[int]) -> socket.socket | None:
         else:
             candidate.close()
     return chosen
+
+
+def take_socket(name: str) -> socket.socket | None:
+    """The listening socket that was passed under ``name``, for a daemon that is passed nothing else; the rest is closed."""
+    passed = inherited()
+    mine = listening_socket(passed.pop(name, ()))
+    close_all(passed)
+    return mine
+
+
+def close_all(passed: dict[str, list[int]]) -> None:
+    """Close inherited descriptors that nobody wants."""
+    for fds in passed.values():
+        for fd in fds:
+            os.close(fd)
+
+
+def patience() -> float:
+    """Seconds to wait for a predecessor that is ending; 0 for who was started by hand, and wants to be told at once."""
+    return _PREDECESSOR if os.environ.get("NOTIFY_SOCKET") else 0.0
 
 
 def watchdog_interval() -> float | None:

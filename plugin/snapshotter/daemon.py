@@ -21,6 +21,7 @@ from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.rpc import listen, make_server
 from weenv.plugin.snapshotter.service import LazyLayers, NoLazyLayers, Snapshotter
+from weenv.systemd import notify
 
 log = logging.getLogger(__name__)
 
@@ -81,9 +82,13 @@ async def _lazy_layers(
 async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None = None) -> None:
     """Serve until SIGTERM, SIGINT or cancellation. ``ready`` is called once requests are answered.
 
+    A listening socket called ``snapshotter`` that a service manager passed (:mod:`weenv.systemd.notify`) is served instead of
+    one of our own: then nobody's connection is refused, whatever happens to this process.
+
     Raises :class:`~weenv.core.errors.ConfigError`, :class:`~weenv.core.errors.StorageError`.
     """
-    with only_instance(config.root, "snapshotter"):
+    inherited = notify.take_socket("snapshotter")
+    with only_instance(config.root, "snapshotter", patience=notify.patience()):
         metrics = Metrics()
         async with contextlib.AsyncExitStack() as stack:
             store = Metastore(os.path.join(config.root, "metastore.db"))
@@ -100,12 +105,15 @@ async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None =
             if config.metrics_address:
                 stack.callback(MetricsEndpoint(metrics, config.metrics_address).close)
             server = make_server(core, metrics, config.transport)
-            listen(server, config.socket)
+            listen(server, config.socket, inherited)
             await server.start()
             stack.push_async_callback(server.stop, _STOP_GRACE)
             sweeper.poke()
             log.info("serving", extra={"socket": config.socket, "root": config.root, "lazy": config.lazy})
             if ready is not None:
                 ready()
+            notify.ready()
+            background.spawn(notify.watchdog(), "watchdog")
             await until_stopped()
+            notify.stopping()
             log.info("stopping; mounts and data stay")

@@ -13,8 +13,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import socket
 import sqlite3
-import stat
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError
 
 from weenv.core import errors
+from weenv.core.unixsocket import clear_path
 from weenv.plugin.containerd.schema import EMPTY, SCHEMA, SNAPSHOTS_METHODS, SNAPSHOTS_SERVICE
 from weenv.plugin.containerd.types import NAMESPACE_HEADER, Mount, SnapshotInfo
 from weenv.plugin.snapshotter.http2.server import Http2Server, Refused
@@ -289,11 +290,12 @@ class BuiltinServer:
         quick = {f"/{SNAPSHOTS_SERVICE}/Prepare": _quick_prepare(core, _decoder(prepare, core), metrics)}
         self._http = Http2Server(table, quick)
         self.path = ""
+        self.inherited: socket.socket | None = None
 
     async def start(self) -> None:
-        """Listen at ``path``."""
+        """Listen at ``path``, or on what another process listened on before."""
         try:
-            await self._http.start(self.path)
+            await self._http.start(self.path, self.inherited)
         except OSError as error:
             raise errors.ConfigError(f"cannot listen on {self.path}: {error.strerror}") from error
 
@@ -333,20 +335,20 @@ def _serialise(message: Any) -> bytes:
     return data
 
 
-def listen(server: Server, path: str) -> None:
-    """Bind the server to a unix socket of mode 0600 at ``path``, replacing a dead one.
+def listen(server: Server, path: str, inherited: socket.socket | None = None) -> None:
+    """Have the server listen on the ``inherited`` socket, or bind one of mode 0600 to ``path``, replacing a dead one there.
 
     The caller holds the lock that makes it the only instance. Raises :class:`~weenv.core.errors.ConfigError`.
     """
-    if len(os.fsencode(path)) > 107:
-        raise errors.ConfigError(f"socket path is longer than 107 bytes: {path}", hint="use a shorter run directory")
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise errors.ConfigError(f"{path} exists and is no socket")
-        os.unlink(path)
-    except FileNotFoundError:
-        pass
+    if inherited is not None:
+        if not isinstance(server, BuiltinServer):
+            raise errors.ConfigError(
+                "grpcio cannot take over a socket that another process listens on",
+                hint='set [snapshotter] transport = "builtin"; or start the daemon without a socket unit',
+            )
+        server.inherited = inherited
+        return
+    clear_path(path)
     if isinstance(server, BuiltinServer):
         server.path = path
         return

@@ -8,17 +8,20 @@ import errno
 import logging
 import os
 import resource
+import select
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from weenv.core.aio import Background
-from weenv.core.errors import ConfigError, MountError, WeenvError
+from weenv.core.aio import KEEP_NAME, Background
+from weenv.core.errors import ConfigError, MountError, StorageError, WeenvError
 from weenv.core.rights import AS_ROOT, remedy
-from weenv.core.unixsocket import bind_private
+from weenv.core.unixsocket import bind_private, clear_path
 from weenv.layer.tail import FrameIndex
 from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
@@ -27,6 +30,7 @@ from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
 from weenv.plugin.snapshotter.blobfs.detachedlog import detached_log
 from weenv.plugin.snapshotter.blobfs.layers import DamagedTail, Layer, LayerTable
 from weenv.plugin.snapshotter.blobfs.metrics import Report
+from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 from weenv.plugin.snapshotter.blobfs.repair import TailRepair
 from weenv.plugin.snapshotter.blobfs.server import Server, resend
 from weenv.plugin.snapshotter.cache.tables import give_back
@@ -35,10 +39,11 @@ from weenv.plugin.snapshotter.fetch.fill import Filler
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer, FetchSettings
 from weenv.plugin.snapshotter.fetch.planner import Budget, Extents, ReadAhead
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
-from weenv.plugin.snapshotter.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, detach, mount
+from weenv.plugin.snapshotter.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, detach, mount, mounts_below
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.source import BlobSource, open_source
+from weenv.systemd import notify
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +51,8 @@ _LARGE_TAIL = 4 << 20
 """Bytes of a tail from which on it is worth returning the memory that looking at it took."""
 FILESYSTEM = "fuse.weenv-blobs"
 """The type shown in mountinfo; the kernel takes any subtype of ``fuse``."""
+_KEPT = ("fuse", "nodes")
+"""What a service manager keeps for us."""
 
 
 def read_tail(tail: bytes, source: LayerSource) -> FrameIndex:
@@ -62,27 +69,83 @@ def _descriptor(source: LayerSource) -> LayerDescriptor:
     return LayerDescriptor(source.digest, source.size, source.toc_offset, source.toc_length, source.toc_digest)
 
 
-def connect(config: BlobfsConfig) -> tuple[holder.HolderClient, int, bool]:
-    """The FUSE descriptor: from the holder, or of a new mount with a new holder; and whether it is an old mount.
+@dataclass(slots=True)
+class Connection:
+    """The FUSE connection that a server serves."""
 
-    Raises ConfigError (another server is attached), MountError, OSError.
+    holder: holder.HolderClient
+    fuse: int
+    """The ``/dev/fuse`` descriptor."""
+    state: MountState
+    old: bool
+    """Whether an earlier server has served it."""
+
+
+def connect(config: BlobfsConfig, kept: dict[str, list[int]] | None = None, *, patience: float = 0.0) -> Connection:
+    """From the holder; or, without one, from ``kept``, what a service manager passed; or of a new mount.
+
+    In the end a holder has the descriptors, and the manager as well, if it keeps any. ``patience``: seconds for which a
+    predecessor that is ending is waited for. Raises ConfigError (another server is attached), MountError, OSError.
     """
+    kept = kept or {}
     for path in (os.path.dirname(config.holder_socket), os.path.dirname(config.status_socket)):
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"cannot create {path}: {error.strerror}", hint="run it as root") from error
     _check_rights(config.holder_socket)
-    found = holder.attach(config.holder_socket)
-    if found is not None:
-        return (*found, True)
+    try:
+        found = _attach(config, patience) or _resume(config, kept) or _begin(config)
+    finally:
+        notify.close_all(kept)
+    if notify.keeps_descriptors(2):
+        notify.forget(*_KEPT)  # of a mount that has been replaced meanwhile
+        if not notify.keep(fuse=found.fuse, nodes=found.state.fd):
+            log.warning("the service manager does not keep the mount's descriptor; the holder alone does")
+    return found
+
+
+def _attach(config: BlobfsConfig, patience: float) -> Connection | None:
+    """Ask the holder; None where there is none."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            found = holder.attach(config.holder_socket)
+        except holder.Busy:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(0.05)
+        else:
+            return None if found is None else Connection(*found, old=True)
+
+
+def _resume(config: BlobfsConfig, kept: dict[str, list[int]]) -> Connection | None:
+    """From the manager's fd store, if that is the mount which is there; what is taken is removed from ``kept``."""
+    if not all(kept.get(name) for name in _KEPT):
+        return None
+    fuse, nodes = kept["fuse"][0], kept["nodes"][0]
+    ended = select.poll()
+    ended.register(fuse, 0)  # POLLERR: the mount is gone (fs/fuse/dev.c, fuse_dev_poll)
+    entry = mounts_below(os.path.dirname(config.mountpoint)).get(config.mountpoint)
+    if ended.poll(0) or entry is None or entry.fstype != FILESYSTEM:
+        return None
+    state = MountState.load(nodes)
+    log.warning("the holder is gone: starting another one", extra={"mountpoint": config.mountpoint})
+    client = holder.start(config.holder_socket, config.mountpoint, fuse, state)
+    kept["fuse"].remove(fuse)
+    kept["nodes"].remove(nodes)
+    return Connection(client, fuse, state, old=True)
+
+
+def _begin(config: BlobfsConfig) -> Connection:
+    """Mount."""
     try:
         os.makedirs(config.mountpoint, mode=0o700, exist_ok=True)
     except OSError as error:
         if error.errno not in (errno.ENOTCONN, errno.EEXIST):
             raise ConfigError(f"cannot create {config.mountpoint}: {error.strerror}", hint="run it as root") from error
     if os.path.ismount(config.mountpoint) or not _alive(config.mountpoint):
-        # Server and holder died together: what uses the mount has lost it, new mounts must not hang on it.
+        # Everybody who had it died together: what uses the mount has lost it, new mounts must not hang on it.
         log.error("a dead blobfs mount is replaced", extra={"mountpoint": config.mountpoint})
         detach(config.mountpoint)
     try:
@@ -93,14 +156,16 @@ def connect(config: BlobfsConfig) -> tuple[holder.HolderClient, int, bool]:
             errno=error.errno or 0,
             hint="run it as root, with the kernel's fuse module",
         ) from error
+    state = MountState.create()
     try:
         mount(
             "weenv-blobs", config.mountpoint, FILESYSTEM, MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC,
             f"fd={fuse},rootmode=40000,user_id={os.geteuid()},group_id={os.getegid()},allow_other",
         )  # fmt: skip
-        return holder.start(config.holder_socket, config.mountpoint, fuse), fuse, False
+        return Connection(holder.start(config.holder_socket, config.mountpoint, fuse, state), fuse, state, old=False)
     except BaseException:
         os.close(fuse)
+        state.close()
         raise
 
 
@@ -115,7 +180,9 @@ def _alive(path: str) -> bool:
 class Daemon:
     """One ``serve``: everything between getting the descriptor and giving it up."""
 
-    def __init__(self, config: BlobfsConfig, client: RegistryClient) -> None:
+    def __init__(
+        self, config: BlobfsConfig, client: RegistryClient, connection: Connection, listener: socket.socket | None = None
+    ) -> None:
         self.config = config
         self.client = client
         self.ended = asyncio.Event()
@@ -136,9 +203,10 @@ class Daemon:
             memory_max=config.layers_memory,
             over=self._over,
         )
-        self.holder, self.fuse, old = connect(config)
-        if old:
-            self.table.restore(self.holder.nodes)
+        self.holder, self.fuse, self.state = connection.holder, connection.fuse, connection.state
+        self._listener = listener
+        if connection.old:
+            self.table.restore(self.state.nodes)
             if not resend(self.fuse):
                 log.error(
                     "this kernel cannot resend requests: readers that wait now wait forever",
@@ -154,7 +222,8 @@ class Daemon:
         self._extents = asyncio.Semaphore(1)  # a hostile TOC takes gigabytes while it is looked at
         self.filler = Filler(config.fill, self.fetcher, self.table.open_layers) if config.fill.enabled else None
         self.report = Report(self.server, self.fetcher, self.table, self.filler, self.repair, self.completion)
-        log.info("serving layers", extra={"mountpoint": config.mountpoint, "resumed": old, "layers": len(self.table.nodes)})
+        known = {"resumed": connection.old, "layers": len(self.table.nodes)}
+        log.info("serving layers", extra={"mountpoint": config.mountpoint, **known})
 
     def _open_sources(self, source: LayerSource, origins: Sequence[Origin]) -> list[BlobSource]:
         found: list[BlobSource] = []
@@ -186,12 +255,15 @@ class Daemon:
         )  # fmt: skip
 
     def _remember(self, nodeid: int, name: str) -> None:
-        self.holder.remember_node(nodeid, name)
+        try:
+            self.state.remember_node(nodeid, name)
+        except OSError as error:
+            raise StorageError(f"no memory for a node id: {error.strerror}", errno=error.errno or 0) from error
 
     def _on_init(self, agreed: wire.InitOut) -> None:
         if not agreed.flags & wire.HAS_RESEND:
             log.warning("this kernel does not offer FUSE_HAS_RESEND", extra={"hint": "use Linux 6.9 or newer"})
-        self.holder.remember_init(
+        self.state.remember_init(
             {
                 "minor": agreed.minor,
                 "flags": agreed.flags,
@@ -238,13 +310,16 @@ class Daemon:
             self._loop.call_soon_threadsafe(self._crowded.set)
 
     def _on_end(self) -> None:
+        """In any thread: the mount is gone."""
+        notify.forget(*_KEPT)
+        notify.barrier()  # the kernel ends the connection, and everybody's waiting, with the last copy of the descriptor
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self.ended.set)
 
     # -- the tasks --------------------------------------------------------------------------------------------------
 
-    async def run(self) -> None:
-        """Serve until the mount is gone or :attr:`ended` is set."""
+    async def run(self, ready: Callable[[], None]) -> None:
+        """Serve until the mount is gone or :attr:`ended` is set. ``ready`` is called once requests are answered."""
         config = self.config
         sys.setswitchinterval(0.001)  # readers' threads wait for no more than 1 ms for the interpreter
         self.server.start(config.threads)
@@ -256,11 +331,14 @@ class Daemon:
             await stack.enter_async_context(self._status_server())
             if config.metrics_address:
                 stack.callback(self._metrics_server())
+            self._background.spawn(notify.watchdog(), "watchdog")
             self._background.spawn(self._maintain(), "maintenance")
             self._background.spawn(self._look_for_killed(), "killed readers")
             self._background.spawn(self.completion.run(), "check complete layers")
             if self.filler is not None:
                 self._background.spawn(self.filler.run(), "fill")
+            ready()
+            notify.ready()
             await self.ended.wait()
 
     async def close(self) -> None:
@@ -298,7 +376,7 @@ class Daemon:
         lost = self.holder
         self._loop.remove_reader(lost.connection.fileno())
         if lost.told_to_stop():
-            self.ended.set()
+            self._on_end()
             return
         lost.close()
         if lost.process is not None:
@@ -312,12 +390,8 @@ class Daemon:
         if self.ended.is_set():
             return
         log.warning("the holder is gone: starting another one")
-        fresh = await asyncio.to_thread(holder.start, self.config.holder_socket, self.config.mountpoint, self.fuse)
-        self.holder = fresh
-        if lost.init is not None:
-            fresh.remember_init(lost.init)
-        for nodeid, name in [(nodeid, node.name) for nodeid, node in list(self.table.nodes.items())]:
-            fresh.remember_node(nodeid, name)
+        config = self.config
+        self.holder = await asyncio.to_thread(holder.start, config.holder_socket, config.mountpoint, self.fuse, self.state)
         self._watch_holder()
 
     def _sync(self, layer: Layer) -> None:
@@ -350,8 +424,6 @@ class Daemon:
     @contextlib.asynccontextmanager
     async def _status_server(self) -> AsyncIterator[None]:
         path = self.config.status_socket
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
 
         async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             with contextlib.suppress(OSError):
@@ -360,16 +432,21 @@ class Daemon:
                 writer.close()
                 await writer.wait_closed()
 
+        inherited = self._listener is not None
         try:
-            server = await asyncio.start_unix_server(answer, sock=bind_private(path))
+            if self._listener is None:
+                clear_path(path)
+                self._listener = bind_private(path)
+            server = await asyncio.start_unix_server(answer, sock=self._listener, **(KEEP_NAME if inherited else {}))
         except OSError as error:
             raise ConfigError(f"cannot listen at {path}: {error.strerror}") from error
         try:
             yield
         finally:
             server.close()
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            if not inherited:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
 
     def _metrics_server(self) -> Callable[[], None]:
         host, _, port = self.config.metrics_address.rpartition(":")
@@ -393,19 +470,22 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM or SIGINT, which leave the mount up (``weenv blobfs stop`` takes it down), or until it is gone.
 
-    ``ready`` is called once requests are answered. Raises ConfigError, MountError, OSError.
+    ``ready`` is called once requests are answered. Of a service manager (:mod:`weenv.systemd.notify`) it takes the listening
+    socket ``blobfs`` for the status, and the descriptors of the mount that it keeps. Raises ConfigError, MountError, OSError.
     """
     loop = asyncio.get_running_loop()
+    passed = notify.inherited()
+    listener = notify.listening_socket(passed.pop("blobfs", ()))
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two or three descriptors a layer
     with detached_log():
         async with RegistryClient(registry or RegistryConfig()) as client:
-            daemon = Daemon(config, client)
+            daemon = Daemon(config, client, connect(config, passed, patience=notify.patience()), listener)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, daemon.ended.set)
             try:
-                loop.call_soon(ready)
-                await daemon.run()
+                await daemon.run(ready)
+                notify.stopping()
             finally:
                 await daemon.close()
 

@@ -1,23 +1,20 @@
 """The holder: a small process that keeps the ``/dev/fuse`` descriptor, so that the server may die at any time.
 
-It is started by the server, which has made the mount, with the descriptor and one end of a socket pair; from then on it
-answers on a 0600 unix socket (SOCK_SEQPACKET; one JSON object a packet). It owns nothing else, runs no FUSE code, and
-ends when the mount is gone. If it dies itself, the server that is attached starts another one with the same descriptor.
+It is started by the server, which has made the mount, with that descriptor, the mount's state
+(:mod:`weenv.plugin.snapshotter.blobfs.mountstate`) and one end of a socket pair; from then on it answers on a 0600 unix
+socket (SOCK_SEQPACKET; one JSON object a packet). It owns nothing else, runs no FUSE code, and ends when the mount is gone.
+If it dies itself, the server that is attached starts another one with the same descriptors. A service manager that keeps
+descriptors has a second copy of both, for the case that holder and server die together.
 
 ===================================  ================================================================================
 client says                          holder answers
 ===================================  ================================================================================
 ``{"op": "attach", "pid": p}``       ``{"error": "busy", "pid": q}`` while another server is attached, else
-                                     ``{"ok": true, "mountpoint": m, "init": i, "nodes": n}`` with the descriptor as
-                                     SCM_RIGHTS, followed by packets ``{"nodes": [[id, name], ...]}``, n nodes in all.
-                                     The connection then is the server's; when it closes, the server is dead.
-``{"op": "node", "id": i, "name": s}``  nothing; remembered (attached server only)
-``{"op": "init", "init": {...}}``    nothing; remembered (attached server only)
-``{"op": "status"}``                 ``{"pid": p, "server": q or null, "mountpoint": m, "init": i, "nodes": n}``
+                                     ``{"ok": true, "mountpoint": m}`` with both descriptors as SCM_RIGHTS. The
+                                     connection then is the server's; when it closes, the server is dead.
+``{"op": "status"}``                 ``{"pid": p, "server": q or null, "mountpoint": m}``
 ``{"op": "stop", "force": false}``   unmounts; ``{"ok": true}``, or ``{"error": "busy in use"}`` and all stays as it is
 ===================================  ================================================================================
-
-Packets stay in the socket's buffer when their sender dies, so a node id that the kernel has seen is never lost.
 """
 
 from __future__ import annotations
@@ -38,9 +35,13 @@ from typing import Any
 
 from weenv.core.errors import ConfigError, MountError
 from weenv.core.unixsocket import bind_private
+from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 
-_PACKET = 128 << 10
-_BATCH = 500  # nodes per packet: 80 bytes each, well below the default send buffer
+_PACKET = 64 << 10
+
+
+class Busy(ConfigError):
+    """Another server is attached to the holder."""
 
 
 def _pack(message: dict[str, Any]) -> bytes:
@@ -48,14 +49,13 @@ def _pack(message: dict[str, Any]) -> bytes:
 
 
 class Holder:
-    """The holder's state and its loop. ``fuse`` is the descriptor to keep."""
+    """The holder's loop, and the two descriptors that it keeps."""
 
-    def __init__(self, fuse: int, mountpoint: str, path: str, attached: socket.socket) -> None:
+    def __init__(self, fuse: int, nodes: int, mountpoint: str, path: str, attached: socket.socket) -> None:
         self.fuse = fuse
+        self.nodes = nodes
         self.mountpoint = mountpoint
         self.path = path
-        self.init: dict[str, Any] | None = None
-        self.nodes: dict[int, str] = {}
         self.attached: socket.socket | None = attached
         self.server_pid: int | None = os.getppid()
         self.clients: dict[int, socket.socket] = {attached.fileno(): attached}
@@ -121,24 +121,10 @@ class Holder:
 
     def _message(self, client: socket.socket, message: dict[str, Any]) -> None:
         match message["op"]:
-            case "node" if client is self.attached:
-                self.nodes[int(message["id"])] = str(message["name"])
-            case "init" if client is self.attached:
-                self.init = message["init"]
             case "attach":
                 self._attach(client, int(message["pid"]))
             case "status":
-                client.send(
-                    _pack(
-                        {
-                            "pid": os.getpid(),
-                            "server": self.server_pid,
-                            "mountpoint": self.mountpoint,
-                            "init": self.init,
-                            "nodes": len(self.nodes),
-                        }
-                    )
-                )
+                client.send(_pack({"pid": os.getpid(), "server": self.server_pid, "mountpoint": self.mountpoint}))
             case "stop":
                 self._stop(client, bool(message.get("force")))
             case _:
@@ -152,13 +138,8 @@ class Holder:
             if not gone.poll(0):
                 client.send(_pack({"error": "busy", "pid": self.server_pid}))
                 return
-            while self.attached is not None:  # take in the packets it sent before it died
-                self._client(self.attached.fileno())
-        answer = {"ok": True, "mountpoint": self.mountpoint, "init": self.init, "nodes": len(self.nodes)}
-        socket.send_fds(client, [_pack(answer)], [self.fuse])
-        items = list(self.nodes.items())
-        for start in range(0, len(items), _BATCH):
-            client.send(_pack({"nodes": items[start : start + _BATCH]}))
+            self._client(self.attached.fileno())
+        socket.send_fds(client, [_pack({"ok": True, "mountpoint": self.mountpoint})], [self.fuse, self.nodes])
         self.attached, self.server_pid = client, pid
 
     def _stop(self, client: socket.socket, force: bool) -> None:
@@ -177,33 +158,11 @@ class Holder:
 
 
 class HolderClient:
-    """The server's end of its connection to the holder. ``init`` and ``nodes`` are what an earlier server left."""
+    """The server's end of its connection to the holder; ``process`` where it is a child of this server."""
 
-    def __init__(
-        self,
-        connection: socket.socket,
-        init: dict[str, Any] | None,
-        nodes: dict[int, str],
-        process: subprocess.Popen[bytes] | None,
-    ) -> None:
+    def __init__(self, connection: socket.socket, process: subprocess.Popen[bytes] | None) -> None:
         self.connection = connection
-        self.init = init
-        self.nodes = nodes
         self.process = process
-
-    def remember_node(self, nodeid: int, name: str) -> None:
-        """Tell the holder a node id before the kernel learns of it. A dead holder is no error: its successor is told."""
-        self.nodes[nodeid] = name
-        self._send({"op": "node", "id": nodeid, "name": name})
-
-    def remember_init(self, init: dict[str, Any]) -> None:
-        """Tell the holder what was agreed in INIT."""
-        self.init = init
-        self._send({"op": "init", "init": init})
-
-    def _send(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):
-            self.connection.send(_pack(message))
 
     def told_to_stop(self) -> bool:
         """What the holder has to say, now that its connection is readable: True: the mount is gone; False: the holder is."""
@@ -232,39 +191,44 @@ def _connect(path: str) -> socket.socket:
     return connection
 
 
-def attach(path: str) -> tuple[HolderClient, int] | None:
-    """Get the descriptor from the holder at ``path``; None where none answers.
+def attach(path: str) -> tuple[HolderClient, int, MountState] | None:
+    """Get the descriptors from the holder at ``path``; None where none answers.
 
-    Raises :class:`ConfigError` where another server is attached to it.
+    Raises :class:`Busy` where another server is attached to it, :class:`ConfigError` where it is of another version, and
+    FormatError where the mount's state is damaged.
     """
     try:
         connection = _connect(path)
     except (FileNotFoundError, ConnectionRefusedError):
         return None
+    fds: list[int] = []
     try:
         connection.send(_pack({"op": "attach", "pid": os.getpid()}))
         packet, fds, _, _ = socket.recv_fds(connection, _PACKET, 4)
         answer: dict[str, Any] = json.loads(packet) if packet else {"error": "closed"}
         if answer.get("error") == "busy":
-            raise ConfigError(f"blobfs is being served already, by process {answer.get('pid')}", hint="weenv status shows it")
+            raise Busy(f"blobfs is being served already, by process {answer.get('pid')}", hint="weenv status shows it")
+        if len(fds) == 1:
+            raise ConfigError("the mount is kept by a holder of an older version", hint="run: weenv blobfs stop")
         if not fds:
-            return None
-        nodes: dict[int, str] = {}
-        while len(nodes) < answer["nodes"]:
-            nodes.update((int(nodeid), str(name)) for nodeid, name in json.loads(connection.recv(_PACKET))["nodes"])
+            raise OSError("no descriptors")
+        state = MountState.load(fds[1])
     except BaseException as error:
         connection.close()
+        for fd in fds:
+            os.close(fd)
         if isinstance(error, OSError | ValueError):
             return None
         raise
-    os.set_inheritable(fds[0], False)
-    return HolderClient(connection, answer["init"], nodes, None), fds[0]
+    for fd in fds:
+        os.set_inheritable(fd, False)
+    return HolderClient(connection, None), fds[0], state
 
 
-def start(path: str, mountpoint: str, fuse: int) -> HolderClient:
+def start(path: str, mountpoint: str, fuse: int, state: MountState) -> HolderClient:
     """Start a holder for the mount behind ``fuse``; the calling process is its attached server.
 
-    Returns once the holder has the descriptor and answers: from then on, this process may be killed. Raises
+    Returns once the holder has the descriptors and answers: from then on, this process may be killed. Raises
     :class:`ConfigError` where the holder does not start, OSError.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -273,9 +237,10 @@ def start(path: str, mountpoint: str, fuse: int) -> HolderClient:
         process = subprocess.Popen(
             [
                 sys.executable, "-m", "weenv.plugin.snapshotter.blobfs.holder",
-                "--fuse", str(fuse), "--attached", str(theirs.fileno()), "--socket", path, "--mountpoint", mountpoint,
+                "--fuse", str(fuse), "--nodes", str(state.fd), "--attached", str(theirs.fileno()),
+                "--socket", path, "--mountpoint", mountpoint,
             ],
-            pass_fds=[fuse, theirs.fileno()], start_new_session=True, cwd="/",
+            pass_fds=[fuse, state.fd, theirs.fileno()], start_new_session=True, cwd="/",
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
     try:
@@ -289,7 +254,7 @@ def start(path: str, mountpoint: str, fuse: int) -> HolderClient:
         process.kill()
         process.wait()
         raise ConfigError(f"the holder for {path} does not start: {reason}", hint="see whether another one is running")
-    return HolderClient(ours, None, {}, process)
+    return HolderClient(ours, process)
 
 
 def ask(path: str, message: dict[str, Any]) -> dict[str, Any] | None:
@@ -307,6 +272,7 @@ def main() -> None:
     """Entry point of the holder's process."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--fuse", type=int, required=True)
+    parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--attached", type=int, required=True)
     parser.add_argument("--socket", required=True)
     parser.add_argument("--mountpoint", required=True)
@@ -315,11 +281,12 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # it ends with the mount, not with the terminal or the unit
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("-900")
-    os.set_inheritable(options.fuse, False)
+    for fd in (options.fuse, options.nodes):
+        os.set_inheritable(fd, False)
     attached = socket.socket(fileno=options.attached)
     attached.set_inheritable(False)
     attached.settimeout(5.0)
-    Holder(options.fuse, options.mountpoint, options.socket, attached).run()
+    Holder(options.fuse, options.nodes, options.mountpoint, options.socket, attached).run()
 
 
 if __name__ == "__main__":

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
+from weenv.core.aio import KEEP_NAME
 from weenv.core.unixsocket import bind_private
 from weenv.plugin.snapshotter.http2.connection import Broken, Cancelled, Connection, Request
 
@@ -191,10 +193,11 @@ class Http2Server:
         for protocol in told:
             protocol.flush()
 
-    async def start(self, path: str) -> None:
-        """Listen at ``path``, which does not exist yet; mode 0600. Raises OSError."""
+    async def start(self, path: str, inherited: socket.socket | None = None) -> None:
+        """Listen at ``path``, which does not exist yet; mode 0600. Or on an ``inherited`` socket. Raises OSError."""
+        listener, options = (bind_private(path), {}) if inherited is None else (inherited, KEEP_NAME)
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_unix_server(lambda: _Protocol(self), sock=bind_private(path), backlog=128)
+        self._server = await loop.create_unix_server(lambda: _Protocol(self), sock=listener, backlog=128, **options)
 
     async def stop(self, grace: float | None = None) -> None:
         """Take no more requests, give those that run ``grace`` seconds, then cancel them and close."""

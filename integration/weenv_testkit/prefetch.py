@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from weenv_testkit import corpus, images, tasks
+from weenv_testkit import corpus, images, kernels, tasks
 from weenv_testkit.fetch_tools import SetupError
 from weenv_testkit.procs import Failed
 from weenv_testkit.store import PACKAGES
@@ -18,6 +18,7 @@ STEPS: dict[str, Callable[[], object]] = {
     "Debian packages": corpus.debian,
     "PyPI archives": corpus.pypi,
     "npm archives": corpus.npm,
+    "kernels to test under": kernels.prepare,
     "tasks in SWE-smith's shape": lambda: tasks.load(tasks.FEW),
 }
 

@@ -35,6 +35,7 @@ def nri_serve(ctx: click.Context, config_path: str, socket: str | None, log_leve
     from weenv.plugin.nri import config, nriconfig
     from weenv.plugin.nri.nrihandler import StartingQuotas
     from weenv.plugin.nri.nriplugin import SOCKET_VARIABLE, NriPlugin, launched_descriptor
+    from weenv.systemd import notify
 
     start_logging(ctx, log_level, log_format)
     tables = read_tables(config_path)
@@ -48,7 +49,11 @@ def nri_serve(ctx: click.Context, config_path: str, socket: str | None, log_leve
         work = loop.create_task(plugin.run() if descriptor is None else plugin.run_launched(descriptor))
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, work.cancel)
+        signs = loop.create_task(notify.watchdog())
+        notify.ready()  # a runtime that is not there yet is waited for
         await asyncio.wait({work})
+        signs.cancel()
+        notify.stopping()
         if not work.cancelled():
             work.result()
 

@@ -11,6 +11,8 @@ name            what
 ==============  ==============================================================================================
 ``snapshotter``  listening stream socket on which ``weenv snapshotter serve`` answers containerd
 ``blobfs``       listening stream socket on which ``weenv blobfs serve`` tells its status
+``elastic``      listening stream socket on which ``weenv elastic serve`` is asked for room
+``gateway``      listening stream socket, TCP or unix, of ``weenv gateway serve``
 ``fuse``         (fd store) the ``/dev/fuse`` descriptor of blobfs's mount
 ``nodes``        (fd store) a memfd with what else the next blobfs has to know of that mount
 ==============  ==============================================================================================
@@ -22,13 +24,16 @@ import asyncio
 import os
 import select
 import socket
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Final
 
 FIRST_FD: Final = 3
 """SD_LISTEN_FDS_START."""
 _MOST: Final = 1024
 """Descriptors looked at, at most; more is no honest LISTEN_FDS."""
+UNIX: Final = (socket.AF_UNIX,)
+"""What only root can connect to."""
+NETWORK: Final = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 _BARRIER: Final = 5.0
 _PREDECESSOR: Final = 15.0
 """Longer than a daemon takes to end."""
@@ -116,8 +121,8 @@ def inherited() -> dict[str, list[int]]:
     return found
 
 
-def listening_socket(fds: Sequence[int]) -> socket.socket | None:
-    """The first of ``fds`` that is a listening unix stream socket; the others are closed."""
+def listening_socket(fds: Sequence[int], families: Collection[int] = UNIX) -> socket.socket | None:
+    """The first of ``fds`` that is a listening stream socket of these families; the others are closed."""
     chosen: socket.socket | None = None
     for fd in fds:
         try:
@@ -125,7 +130,7 @@ def listening_socket(fds: Sequence[int]) -> socket.socket | None:
         except OSError:  # no socket at all
             os.close(fd)
             continue
-        fits = candidate.family == socket.AF_UNIX and candidate.type == socket.SOCK_STREAM
+        fits = candidate.family in families and candidate.type == socket.SOCK_STREAM
         if chosen is None and fits and candidate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             chosen = candidate
         else:
@@ -133,10 +138,10 @@ def listening_socket(fds: Sequence[int]) -> socket.socket | None:
     return chosen
 
 
-def take_socket(name: str) -> socket.socket | None:
+def take_socket(name: str, families: Collection[int] = UNIX) -> socket.socket | None:
     """The listening socket that was passed under ``name``, for a daemon that is passed nothing else; the rest is closed."""
     passed = inherited()
-    mine = listening_socket(passed.pop(name, ()))
+    mine = listening_socket(passed.pop(name, ()), families)
     close_all(passed)
     return mine
 

@@ -6,12 +6,15 @@ moment. ``kill -9`` is a normal stop: what is on disk is only remembered, and wr
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
+import socket
 import ssl
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -33,6 +36,7 @@ from weenv.plugin.snapshotter.config import from_tables
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref.cache import MappingCache
 from weenv.registry.groupref.resolve import Resolver, node_policy
+from weenv.systemd import notify
 
 log = logging.getLogger(__name__)
 
@@ -53,11 +57,18 @@ def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
     return context
 
 
-async def _listen(runner: web.AppRunner, config: GatewayConfig) -> str:
-    """Start listening; the address with the port that it is. Raises ConfigError."""
+async def _listen(runner: web.AppRunner, config: GatewayConfig, inherited: socket.socket | None) -> str:
+    """Start listening, or serve the socket that a service manager passed; the address with the port that it is.
+
+    Raises ConfigError.
+    """
     path, host, port = parse_address(config.address)
     context = _tls(config)
     try:
+        if inherited is not None:
+            await web.SockSite(runner, inherited, ssl_context=context).start()
+            name = inherited.getsockname()
+            return f"unix:{name}" if inherited.family == socket.AF_UNIX else _spelt(*name[:2])
         if path:
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
@@ -71,16 +82,21 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig) -> str:
         raise ConfigError(
             f"cannot listen on {config.address}: {error.strerror or error}", hint="set gateway.address"
         ) from error
-    name = f"[{host}]" if ":" in host else host
-    return f"{name}:{runner.addresses[0][1]}"
+    return _spelt(host, runner.addresses[0][1])
+
+
+def _spelt(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callable[[str], None] | None = None) -> None:
     """Serve until SIGTERM, SIGINT or cancellation. ``ready`` is called with the address once requests are answered.
 
-    ``tables`` are those of the configuration file: registries, the node's root and its policy. Raises ConfigError,
-    StorageError.
+    ``tables`` are those of the configuration file: registries, the node's root and its policy. A listening socket
+    ``gateway`` that a service manager passed (:mod:`weenv.systemd.notify`) is served instead of the address in the
+    configuration. Raises ConfigError, StorageError.
     """
+    inherited = notify.take_socket("gateway", notify.NETWORK)
     node = from_tables(tables)
     async with contextlib.AsyncExitStack() as exits:
         policy = node_policy(tables)
@@ -103,11 +119,15 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
         exits.push_async_callback(runner.cleanup)
         if config.metrics_address:
             exits.callback(MetricsEndpoint(metrics, config.metrics_address).close)
-        address = await _listen(runner, config)
-        if not config.loopback and not config.users_file:
+        address = await _listen(runner, config, inherited)
+        if not replace(config, address=address).loopback and not config.users_file:
             log.warning("anybody who reaches it may ask: set gateway.users_file", extra={"address": address})
         log.info("serving", extra={"address": address, "plans": ", ".join(config.plans), "groups": ", ".join(config.groups)})
         if ready is not None:
             ready(address)
+        notify.ready()
+        signs = asyncio.ensure_future(notify.watchdog())
+        exits.callback(signs.cancel)
         await until_stopped()
+        notify.stopping()
         log.info("stopping")

@@ -23,6 +23,7 @@ import socket
 import stat
 from typing import Any
 
+from weenv.core.aio import KEEP_NAME
 from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.unixsocket import bind_private
 from weenv.plugin.nri.admission import Request
@@ -52,8 +53,14 @@ class Control:
         self._path = ""
         self._connections: set[asyncio.Task[None]] = set()
 
-    async def start(self, path: str) -> None:
-        """Listen. A socket that a daemon has left behind is replaced. Raises ConfigError."""
+    async def start(self, path: str, inherited: socket.socket | None = None) -> None:
+        """Listen, on ``inherited`` where a service manager passed that. A socket that a daemon has left behind is replaced.
+
+        Raises ConfigError.
+        """
+        if inherited is not None:
+            self._server = await asyncio.start_unix_server(self._connected, sock=inherited, limit=_MAX_REQUEST, **KEEP_NAME)
+            return
         try:
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):

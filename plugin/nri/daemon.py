@@ -35,6 +35,7 @@ from weenv.plugin.nri.nriplugin import NriPlugin
 from weenv.plugin.nri.record import Record
 from weenv.plugin.nri.serveconfig import ServeConfig
 from weenv.plugin.nri.watch import Watcher
+from weenv.systemd import notify
 
 log = logging.getLogger(__name__)
 
@@ -68,17 +69,20 @@ async def serve(
 ) -> None:
     """Serve until SIGTERM, SIGINT or cancellation. ``ready`` is called once environments are managed.
 
-    Raises ConfigError, StorageError, and OSError where the journals cannot be written.
+    A listening socket ``elastic`` that a service manager passed (:mod:`weenv.systemd.notify`) is served instead of one of our
+    own. Raises ConfigError, StorageError, and OSError where the journals cannot be written.
     """
     if os.geteuid() != 0:
         raise ConfigError("only root can change limits of containers", hint="start it as root")
+    inherited = notify.take_socket("elastic")
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a dozen descriptors an environment
     async with contextlib.AsyncExitStack() as exits:
         # One for each containerd, not one for each root: two would undo each other's decisions, whatever files they keep.
         place, name = os.path.split(os.path.realpath(config.address))
-        exits.enter_context(only_instance(place, _WHAT, f"{name}.weenv-elastic"))
-        exits.enter_context(only_instance(config.root, _WHAT))
+        patience = notify.patience()
+        exits.enter_context(only_instance(place, _WHAT, f"{name}.weenv-elastic", patience=patience))
+        exits.enter_context(only_instance(config.root, _WHAT, patience=patience))
         metrics = Metrics()
         client = await exits.enter_async_context(Client(config.address))
         events = Journal(os.path.join(config.root, EVENTS), config.log_bytes)
@@ -92,7 +96,7 @@ async def serve(
         controller = Controller(elastic, ledger, actuator, record, metrics, end=tasks.end)
         exits.push_async_callback(controller.close)
         control = Control(controller)
-        await control.start(config.socket)
+        await control.start(config.socket, inherited)
         exits.push_async_callback(control.close)
         if config.metrics_address:
             exits.callback(MetricsEndpoint(metrics, config.metrics_address).close)
@@ -104,6 +108,9 @@ async def serve(
             work.append(NriPlugin(CriQuotas(controller), nri, elastic, own_updates=own).run())
         running: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
         exits.push_async_callback(_end, running)
+        signs = asyncio.ensure_future(notify.watchdog())
+        running.append(signs)
+        notify.ready()  # asked and answered from here on; a containerd that is not there yet is waited for
         record.event(Kind.SERVING)
         log.info("serving", extra={"socket": config.socket, "containerd": config.address, "nri": nri.enabled})
         stopped = asyncio.ensure_future(until_stopped())
@@ -116,6 +123,7 @@ async def serve(
         done, _ = await asyncio.wait([*running[: len(work)], stopped], return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()  # none of them ends by itself but by a fault
+        notify.stopping()
         log.info("stopping; limits stay as they are")
 
 

@@ -5,6 +5,7 @@ PYTEST_ARGS ?=
 BENCH_ARGS ?=
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 600
+LOCK := --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --quiet
 KIT := PYTHONPATH=integration .venv/bin/python
 
 .PHONY: help setup test demo bench soak fuzz lint lock clean
@@ -54,9 +55,8 @@ lint: .venv/bin/ruff
 # The lock names every file by hash and no index, so it works with whatever index pip is configured for.
 lock: .venv/bin/ruff
 	.venv/bin/python -m pip install --quiet uv
-	.venv/bin/uv pip compile pyproject.toml requirements-build.in --extra dev --universal --python-version 3.11 \
-		--generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --quiet \
-		--upgrade --output-file requirements.lock
+	.venv/bin/uv pip compile pyproject.toml requirements-build.in --extra dev --extra systemd $(LOCK) --upgrade --output-file requirements.lock
+	.venv/bin/uv pip compile requirements-build.in --constraint requirements.lock $(LOCK) --output-file requirements-build.lock
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build bench-results

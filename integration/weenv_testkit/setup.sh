@@ -15,10 +15,11 @@ fail() {
 [ "${ID:-}" = debian ] || fail "this is ${PRETTY_NAME:-an unknown system}; the set-up knows Debian 12 and 13 only"
 
 # python3-venv: the environment below; debootstrap, gpgv: images of real Debian; zstd, attr, skopeo, patch, bsdtar: what the
-# tests check with; libseccomp2: the privately unpacked runc; the rest is in any but the smallest installation.
+# tests check with; libseccomp2: the privately unpacked runc; gcc, libc6-dev, python3-dev, pkg-config, libsystemd-dev: pystemd, which
+# has no wheels; the rest is in any but the smallest installation.
 missing=""
 for package in python3-venv ca-certificates git debootstrap gpgv zstd attr skopeo patch libarchive-tools libseccomp2 \
-    mount util-linux e2fsprogs xz-utils; do
+    gcc libc6-dev python3-dev pkg-config libsystemd-dev mount util-linux e2fsprogs xz-utils; do
     status=$(dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null || true)
     [ "$status" = "install ok installed" ] || missing="$missing $package"
 done
@@ -34,13 +35,15 @@ fi
 python="${PYTHON:-python3}"
 "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || fail "$python is older than 3.11; set PYTHON to a newer one"
 [ -x .venv/bin/python ] && .venv/bin/python -c '' 2>/dev/null || { rm -rf .venv && "$python" -m venv .venv; }
-wanted=$(cat requirements.lock pyproject.toml | sha256sum)
+wanted=$(cat requirements-build.lock requirements.lock pyproject.toml | sha256sum)
 if [ "$(cat .venv/weenv-installed 2>/dev/null || true)" != "$wanted" ] || [ ! -x .venv/bin/weenv ]; then
     echo "setup: installing the locked Python packages into .venv" >&2
     pip=".venv/bin/python -m pip --disable-pip-version-check --quiet"
-    $pip install --root-user-action=ignore --require-hashes --requirement requirements.lock ||
-        fail "pip could not install requirements.lock; look at the lines above"
-    # hatchling and editables are in the lock, so nothing more is fetched and no build environment is made.
+    # What builds is there before what is built, so nothing but what the locks name is fetched, and no build environment is made.
+    for lock in requirements-build.lock requirements.lock; do
+        $pip install --root-user-action=ignore --require-hashes --no-build-isolation --requirement $lock ||
+            fail "pip could not install $lock; look at the lines above"
+    done
     $pip install --root-user-action=ignore --no-deps --no-index --no-build-isolation --editable . ||
         fail "pip could not install the project itself"
     echo "$wanted" >.venv/weenv-installed

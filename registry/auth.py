@@ -1,6 +1,9 @@
-"""Who we are to a registry: Authorization headers, per host and scope, renewed before they expire and on 401 and 403.
+"""Who we are to a registry: Authorization headers, per server and scope, renewed before they expire and on 401 and 403.
 
-Shared state and races: ``_headers`` maps (host, scope) to the header in use. It is only touched on the event loop and
+A mirror is a server like any other: it gets the credentials that docker's configuration has for *its* host, and never those
+of the registry that it mirrors.
+
+Shared state and races: ``_headers`` maps (server's origin, scope) to the header in use. It is only touched on the event loop and
 between awaits; renewals of one key run one at a time (:class:`SingleFlight`), and a caller whose header was already
 replaced by another's renewal just takes the new one.
 """
@@ -23,11 +26,11 @@ from weenv.registry.challenge import (
     parse_token,
     token_request,
 )
-from weenv.registry.config import RegistryConfig
 from weenv.registry.credentials import Credential, CredentialStore
+from weenv.registry.hosts import Endpoint
 
-TokenFetch = Callable[[TokenRequest, str], Awaitable[bytes]]
-"""(request, Authorization header or empty) -> body of a 200 answer; raises a SourceError otherwise."""
+TokenFetch = Callable[[TokenRequest, str, Endpoint], Awaitable[bytes]]
+"""(request, Authorization header or empty, for whom) -> body of a 200 answer; raises a SourceError otherwise."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,71 +63,67 @@ def _repository(scope: str) -> str:
 
 
 class Authorizer:
-    """Keeps one Authorization header per (host, scope)."""
+    """Keeps one Authorization header per (server, scope)."""
 
-    def __init__(self, config: RegistryConfig, credentials: CredentialStore, fetch: TokenFetch) -> None:
-        self._config = config
+    def __init__(self, credentials: CredentialStore, fetch: TokenFetch) -> None:
         self._credentials = credentials
         self._fetch = fetch
         self._headers: dict[tuple[str, str], _Header] = {}
         self._challenges: dict[str, Challenge] = {}
         self._flights: SingleFlight[tuple[str, str], str | None] = SingleFlight()
 
-    async def header(self, host: str, scope: str) -> str | None:
+    async def header(self, server: Endpoint, scope: str) -> str | None:
         """The Authorization header for a request, or None where none is known to be needed."""
-        known = self._headers.get((host, scope))
+        known = self._headers.get((server.origin, scope))
         if known is not None and time.monotonic() < known.renew_at:
             return known.value
-        if host not in self._challenges:
+        if server.origin not in self._challenges:
             return None
         try:
-            return await self._renew(host, scope)
+            return await self._renew(server, scope)
         except WeenvError:
             return known.value if known is not None else None  # it may still do; if not, the answer says so
 
-    async def renew(self, host: str, scope: str, refused: str | None, www_authenticate: Sequence[str]) -> str | None:
+    async def renew(
+        self, server: Endpoint, scope: str, refused: str | None, www_authenticate: Sequence[str]
+    ) -> str | None:
         """After a 401 or 403: a header other than ``refused``, or None where there is nothing else to try.
 
-        Some registries answer 403 without WWW-Authenticate when a token has expired, so the host's last challenge is
+        Some registries answer 403 without WWW-Authenticate when a token has expired, so the server's last challenge is
         remembered. Raises SourceError or ConfigError where credentials cannot be had.
         """
         challenge = choose(parse_challenges(www_authenticate))
         if challenge is not None:
-            self._challenges[host] = challenge
-        known = self._headers.get((host, scope))
+            self._challenges[server.origin] = challenge
+        known = self._headers.get((server.origin, scope))
         if known is not None and known.value != refused and time.monotonic() < known.renew_at:
             return known.value
-        if host not in self._challenges:
+        if server.origin not in self._challenges:
             return None
-        fresh = await self._renew(host, scope)
+        fresh = await self._renew(server, scope)
         return fresh if fresh != refused else None
 
-    def forget(self, host: str) -> None:
-        """Drop what is remembered of a host (its credentials changed)."""
-        self._challenges.pop(host, None)
-        for key in [key for key in self._headers if key[0] == host]:
-            del self._headers[key]
+    async def _renew(self, server: Endpoint, scope: str) -> str | None:
+        return await self._flights.do((server.origin, scope), lambda: self._renew_now(server, scope))
 
-    async def _renew(self, host: str, scope: str) -> str | None:
-        return await self._flights.do((host, scope), lambda: self._renew_now(host, scope))
-
-    async def _renew_now(self, host: str, scope: str) -> str | None:
-        challenge = self._challenges[host]
-        credential = await asyncio.to_thread(self._credentials.lookup, host, _repository(scope))
+    async def _renew_now(self, server: Endpoint, scope: str) -> str | None:
+        key = server.origin, scope
+        challenge = self._challenges[server.origin]
+        credential = await asyncio.to_thread(self._credentials.lookup, server.name, _repository(scope))
         if challenge.scheme == "basic":
             if not credential.has_basic:
-                self._headers.pop((host, scope), None)
+                self._headers.pop(key, None)
                 return None
             header = _Header(credential.basic_header, float("inf"))
         elif credential.registry_token:
             header = _Header("Bearer " + credential.registry_token, float("inf"))
         else:
-            token = await self._token(host, challenge, scope, credential)
+            token = await self._token(server, challenge, scope, credential)
             header = _Header(token.header, token.renew_at)
-        self._headers[(host, scope)] = header
+        self._headers[key] = header
         return header.value
 
-    async def _token(self, host: str, challenge: Challenge, scope: str, credential: Credential) -> Token:
+    async def _token(self, server: Endpoint, challenge: Challenge, scope: str, credential: Credential) -> Token:
         asked = challenge.params.get("scope", "").split()
         if any(_repository(one) == _repository(scope) for one in asked):
             # What the server asked for may be more than we thought of; a remembered one of another repository is not.
@@ -132,13 +131,13 @@ class Authorizer:
         request = token_request(
             challenge,
             scope,
-            allow_plain=self._config.is_plain(host),
+            allow_plain=server.scheme == "http",
             has_basic=credential.has_basic,
             identity_token=credential.identity_token,
         )
         try:
-            body = await self._fetch(request, credential.basic_header if request.basic else "")
+            body = await self._fetch(request, credential.basic_header if request.basic else "", server)
         except UnauthorizedError as error:
             who = f"user {credential.username!r}" if credential.username else "anonymous access"
-            raise UnauthorizedError(f"{host} refuses {who}", hint=f"log in: docker login {host}") from error
+            raise UnauthorizedError(f"{server.name} refuses {who}", hint=f"log in: docker login {server.name}") from error
         return parse_token(body, time.monotonic())

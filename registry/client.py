@@ -1,16 +1,19 @@
-"""The registry client: HTTP session, authorisation, retries; manifests; and the door to ranged reads and transfers.
+"""The registry client: HTTP session, servers, authorisation, retries; manifests; the door to ranged reads and transfers.
 
 One client per event loop and process. All its state lives on the loop: the aiohttp session (made at first use), the
-authorizer's headers, the counters. Redirects are followed here, not by aiohttp, so that an Authorization header goes to
-the registry's own origin and nowhere else.
+authorizer's headers, the servers' health, the counters. Redirects are followed here, not by aiohttp, so that an
+Authorization header goes to the server that it is for and nowhere else.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import re
+import ssl
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -19,17 +22,28 @@ from urllib.parse import urljoin, urlsplit
 import aiohttp
 import yarl
 
-from weenv.core.errors import SourceError, UnauthorizedError
+from weenv.core import digest as digests
+from weenv.core.errors import (
+    ConfigError,
+    SourceError,
+    UnauthorizedError,
+    UnavailableError,
+    VerificationError,
+    WeenvError,
+)
 from weenv.registry.auth import Authorizer, scope_of
-from weenv.registry.challenge import MAX_TOKEN_ANSWER, TokenRequest
+from weenv.registry.challenge import MAX_TOKEN_ANSWER, TokenRequest, choose, parse_challenges
 from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
 from weenv.registry.credentials import CredentialStore
+from weenv.registry.health import Health
+from weenv.registry.hosts import DEFAULT_TRUST, PULL, PUSH, Endpoint, Hosts, Trust, needs
 from weenv.registry.internal import leads_inside
 from weenv.registry.policy import (
     MAX_HOPS,
     REDIRECTS,
     REFUSED,
     TRANSIENT,
+    answer_time,
     parse_retry_after,
     retry_delay,
     status_error,
@@ -57,12 +71,36 @@ class Counters:
     redirects: int = 0
     renewals: int = 0
     range_ignored: int = 0
+    raced: int = 0
+    """Times that a server did not begin to answer in time and the next was asked as well."""
+    rests: int = 0
+    """Times that a server failed so often that the others go before it for a while."""
 
 
 def origin(url: str) -> tuple[str, str, int]:
     """Scheme, host and port of a URL: the unit that an Authorization header may be sent to (RFC 6454)."""
     parts = urlsplit(url)
     return parts.scheme, parts.hostname or "", parts.port or (443 if parts.scheme == "https" else 80)
+
+
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "RECORD_LAYER_FAILURE", "HTTP_REQUEST", "PACKET_LENGTH_TOO_LONG", "BAD_RECORD_TYPE")
+"""OpenSSL's reasons when the other side does not speak TLS."""
+_FOREIGN = 256
+"""Servers that redirects led to and that wanted credentials of their own: so many are remembered."""
+_PULL_SCOPE = re.compile(r"repository:[a-z0-9][a-z0-9._/-]{0,254}:pull\Z")
+
+
+def speaks_plain(error: BaseException) -> bool:
+    """True where a TLS handshake failed because the other side answered in plain text."""
+    seen: BaseException | None = error
+    for _ in range(8):
+        if isinstance(seen, ssl.SSLError) and str(seen.reason or "").upper().replace(" ", "_") in _NOT_TLS:
+            return True
+        inner = next((one for one in getattr(seen, "args", ()) if isinstance(one, BaseException)), None)
+        seen = getattr(seen, "os_error", None) or getattr(seen, "reason", None) or inner or getattr(seen, "__cause__", None)
+        if not isinstance(seen, BaseException):
+            return False
+    return False
 
 
 _ERRNO = re.compile(r"\A(\d+)\Z|\[Errno (\d+)\]")
@@ -84,6 +122,24 @@ def describe(error: BaseException) -> str:
     return type(error).__name__
 
 
+_Answer = tuple[int, dict[str, str], bytes]
+
+
+class _Again(Exception):
+    """This server's answer is not usable; another one's, or its next, may be."""
+
+    def __init__(self, failure: WeenvError, retry_after: float | None = None) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+        self.retry_after = retry_after
+
+
+def merge_headers(configured: Sequence[tuple[str, str]], headers: Mapping[str, str]) -> list[tuple[str, str]]:
+    """``headers`` and those that are configured for a server; ours win where both name one."""
+    ours = {name.lower() for name in headers}
+    return [*((name, value) for name, value in configured if name.lower() not in ours), *headers.items()]
+
+
 @dataclass(eq=False)
 class RegistryClient:
     """Talks to any number of registries. Use as ``async with RegistryClient() as client``."""
@@ -93,8 +149,14 @@ class RegistryClient:
     counters: Counters = field(default_factory=Counters)
 
     def __post_init__(self) -> None:
-        store = self.credentials or CredentialStore(self.config.docker_config)
-        self.auth = Authorizer(self.config, store, self._fetch_token)
+        config = self.config
+        self.auth = Authorizer(self.credentials or CredentialStore(config.docker_config), self._fetch_token)
+        self.hosts = Hosts(config)
+        self.health = Health(config.mirror_rest, config.max_retry_after)
+        self._plain: set[str] = set()  # origins that were configured with TLS and do not speak it
+        self._contexts: dict[Trust, ssl.SSLContext] = {}
+        self._foreign: dict[tuple[tuple[str, str, int], str], tuple[Endpoint, str]] = {}
+        self._kept: set[aiohttp.ClientResponse] = set()
         self._session: aiohttp.ClientSession | None = None
         self._transfer: Transfer | None = None
 
@@ -111,6 +173,8 @@ class RegistryClient:
         if self._transfer is not None:
             self._transfer.close()
             self._transfer = None
+        for answer in list(self._kept):
+            self.drop(answer)
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -126,7 +190,7 @@ class RegistryClient:
                     limit_per_host=config.connections_per_host,
                     keepalive_timeout=60.0,
                     ttl_dns_cache=60,
-                    ssl=config.ssl_context(),
+                    ssl=self.context(DEFAULT_TRUST),
                 ),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=config.connect_timeout,
                                               sock_read=config.stall_timeout),
@@ -138,12 +202,143 @@ class RegistryClient:
             )  # fmt: skip
         return self._session
 
-    async def send(self, method: str, url: str, headers: dict[str, str], **extra: Any) -> aiohttp.ClientResponse:
-        """One request, no redirect followed, through the environment's proxy. Raises TRANSPORT_ERRORS."""
+    def context(self, trust: Trust) -> ssl.SSLContext:
+        """The TLS context for a server. Raises ConfigError where its certificates cannot be used."""
+        context = self._contexts.get(trust)
+        if context is None:
+            if len(self._contexts) > 100:  # files that are replaced again and again
+                self._contexts.clear()
+            context = self._contexts[trust] = self.config.ssl_context(trust.ca, trust.client, bool(trust.skip_verify))
+        return context
+
+    def endpoints(self, host: str, capability: str = PULL) -> list[Endpoint]:
+        """The servers that may be asked, in their configured order. Raises SourceError where there are none."""
+        try:
+            found = [self.settled(one) for one in self.hosts.endpoints(host, capability)]
+        except ConfigError as error:
+            raise SourceError(error.message, hint=error.hint) from error
+        return found[:1] if capability == PUSH else found
+
+    def settled(self, endpoint: Endpoint) -> Endpoint:
+        """The server over plain HTTP, where it is known to speak no TLS although that is configured."""
+        return endpoint.plain() if endpoint.fallback and endpoint.origin in self._plain else endpoint
+
+    def turn_plain(self, endpoint: Endpoint, error: BaseException) -> Endpoint | None:
+        """After a failed connection: the server over plain HTTP, where that is to be tried; else None."""
+        if not endpoint.fallback or not speaks_plain(error):
+            return None
+        self._plain.add(endpoint.origin)
+        log.info("server speaks plain HTTP, its TLS settings are not used", extra={"host": endpoint.host})
+        return endpoint.plain()
+
+    def failed(self, endpoint: Endpoint, reason: str, retry_after: float | None = None) -> None:
+        """A server gave no usable answer."""
+        now = asyncio.get_running_loop().time()
+        if retry_after is not None:
+            self.health.throttled(endpoint, retry_after, now)
+        elif self.health.failed(endpoint, now):
+            self.counters.rests += 1
+            with contextlib.suppress(ConfigError):
+                if len(self.hosts.endpoints(endpoint.namespace, PULL)) > 1:
+                    fields = {"host": endpoint.host, "reason": reason}
+                    log.warning("a mirror rests: the others are asked before it", extra=fields)
+
+    def keep(self, answer: aiohttp.ClientResponse) -> None:
+        """Have an answer closed with the client, if nobody does so before."""
+        self._kept.add(answer)
+
+    def unkeep(self, answer: aiohttp.ClientResponse) -> None:
+        """Somebody else closes it now."""
+        self._kept.discard(answer)
+
+    def drop(self, answer: aiohttp.ClientResponse) -> None:
+        """Close an answer that was kept."""
+        self._kept.discard(answer)
+        answer.close()
+
+    async def send(
+        self, method: str, url: str, headers: Mapping[str, str], endpoint: Endpoint, **extra: Any
+    ) -> aiohttp.ClientResponse:
+        """One request, no redirect followed, through the environment's proxy; to ``endpoint`` or where it led.
+
+        The answer's header is here in bounded time, whatever drips in. Raises TRANSPORT_ERRORS, ConfigError.
+        """
         self.counters.requests += 1
+        given: Mapping[str, str] | list[tuple[str, str]] = headers
+        if endpoint.headers and origin(url) == origin(endpoint.origin):
+            given = merge_headers(endpoint.headers, headers)
+        if endpoint.trust is not DEFAULT_TRUST:
+            extra["ssl"] = self.context(endpoint.trust)
+        if endpoint.dial_timeout is not None:
+            extra["timeout"] = aiohttp.ClientTimeout(
+                total=None, sock_connect=endpoint.dial_timeout, sock_read=self.config.stall_timeout
+            )
         # Signed URLs are sent as they came: yarl's own normalisation would decode parts of what was signed.
         target = yarl.URL(url, encoded=url.isascii() and url.isprintable() and " " not in url)
-        return await self.session.request(method, target, headers=headers, allow_redirects=False, proxy=proxy_for(url), **extra)
+        async with asyncio.timeout(answer_time(self.config)):
+            return await self.session.request(
+                method, target, headers=given, allow_redirects=False, proxy=proxy_for(url), **extra
+            )
+
+    async def follow(
+        self, method: str, endpoint: Endpoint, url: str, headers: dict[str, str], scope: str, what: str
+    ) -> tuple[aiohttp.ClientResponse, str]:
+        """A request with authorisation and redirects: the first answer that is neither, to be released, and its URL.
+
+        ``url`` is one of ``endpoint``'s or where it led before. The Authorization header for ``endpoint`` goes to its own
+        origin only; a server that a redirect led to and that asks for credentials gets those for its own host.
+        """
+        hops, renewed = 0, set[tuple[str, str, int]]()
+        while True:
+            here = origin(url)
+            server, its_scope = (endpoint, scope)
+            if here != origin(endpoint.origin):
+                server, its_scope = self._foreign.get((here, scope), (endpoint, ""))
+            header = await self.auth.header(server, its_scope) if here == origin(server.origin) else None
+            try:
+                answer = await self.send(method, url, headers | ({"Authorization": header} if header else {}), endpoint)
+            except aiohttp.ClientError as error:
+                plain = self.turn_plain(endpoint, error) if here == origin(endpoint.origin) else None
+                if plain is None:
+                    raise
+                endpoint, url = plain, "http" + url.removeprefix("https")
+                continue
+            try:
+                if answer.status in REDIRECTS:
+                    hops += 1
+                    url = self.next_hop(url, answer, endpoint.name, hops)
+                elif answer.status not in REFUSED or here in renewed:
+                    return answer, url
+                else:
+                    renewed.add(here)
+                    challenges = answer.headers.getall("WWW-Authenticate", [])
+                    if here != origin(server.origin):
+                        foreign = self.meet(url, scope, challenges)
+                        if foreign is None:
+                            return answer, url
+                        server, its_scope = foreign
+                    if not await self.renew(server, its_scope, header, challenges, what):
+                        return answer, url
+            except BaseException:
+                answer.release()
+                raise
+            answer.release()
+
+    def meet(self, url: str, scope: str, challenges: list[str]) -> tuple[Endpoint, str] | None:
+        """Another server, which a redirect led to and which asks for credentials: who it is, and the scope it names.
+
+        None where its answer is no challenge that can be answered: a storage server's refusal.
+        """
+        challenge = choose(parse_challenges(challenges))
+        asked = challenge.params.get("scope", "") if challenge is not None else ""
+        if challenge is None or (asked and _PULL_SCOPE.match(asked) is None):
+            return None
+        parts = urlsplit(url)
+        host = parts.netloc.rpartition("@")[2]
+        if len(self._foreign) >= _FOREIGN:
+            del self._foreign[next(iter(self._foreign))]
+        found = self._foreign[origin(url), scope] = (Endpoint(host, host, parts.scheme), asked)
+        return found
 
     def next_hop(self, url: str, answer: aiohttp.ClientResponse, host: str, hops: int) -> str:
         """The URL that a redirect leads to. Raises SourceError for one that is not to be followed."""
@@ -176,64 +371,96 @@ class RegistryClient:
         self, method: str, host: str, path: str, *, what: str, scope: str, headers: dict[str, str] | None = None,
         limit: int = 4 << 20, accept: frozenset[int] = frozenset({200}),
     ) -> tuple[int, dict[str, str], bytes]:  # fmt: skip
-        """A small idempotent request to a registry's API with everything around it: auth, redirects, retries.
+        """A small idempotent request to a registry's API with everything around it: mirrors, auth, redirects, retries.
 
         Returns (status, headers with lower-case names, body of at most ``limit`` bytes). ``accept`` are the statuses
-        handed back; others raise the matching SourceError. ``what`` names the thing asked for in errors.
+        handed back; others raise the matching SourceError. ``what`` names the thing asked for in errors. A body asked for
+        by digest is verified, and asked for again where it is wrong.
         """
-        deadline = asyncio.get_running_loop().time() + self.config.deadline
-        failures, retry_after, last = 0, None, ""
+        now = asyncio.get_running_loop().time
+        deadline = now() + self.config.deadline
+        final: dict[str, _Answer | SourceError] = {}  # by origin: what will not change
+        failures = 0
         while True:
-            try:
-                async with asyncio.timeout_at(deadline):
-                    status, answer, body = await self._attempt(method, host, path, what, scope, headers or {}, limit)
-                if status in accept:
-                    return status, answer, body
-                retry_after = parse_retry_after(answer.get("retry-after"))
-                if status not in TRANSIENT:
-                    raise status_error(status, what, host)
-                last = f"status {status}"
-            except TRANSPORT_ERRORS as error:
-                last = describe(error)
+            failure: WeenvError | None = None
+            retry_after: float | None = None
+            endpoints = self.endpoints(host, needs(method, path))
+            for endpoint in self.health.order(endpoints, now()):
+                if endpoint.origin in final:
+                    continue
+                try:
+                    if (pause := self.health.wait(endpoint, now())) > 0:
+                        raise _Again(unavailable(endpoint.name, what, "asked too often", pause), pause)
+                    until = min(deadline, now() + answer_time(self.config) + limit / self.config.min_rate)
+                    async with asyncio.timeout_at(until):
+                        answer = await self._ask(method, endpoint, path, what, scope, headers or {}, limit)
+                except _Again as error:
+                    failure = error.failure
+                    if error.retry_after is not None:
+                        retry_after = min(error.retry_after, retry_after if retry_after is not None else error.retry_after)
+                    continue
+                except TimeoutError:
+                    self.failed(endpoint, "no answer in time")
+                    failure = unavailable(endpoint.name, what, "no answer in time")
+                    continue
+                except SourceError as error:
+                    final[endpoint.origin] = error
+                    continue
+                if answer[0] in accept and answer[0] != 404:
+                    return answer
+                final[endpoint.origin] = answer if answer[0] in accept else status_error(answer[0], what, endpoint.name)
+            if failure is None:
+                verdict = final[endpoints[-1].origin]  # the registry's own word counts
+                if isinstance(verdict, SourceError):
+                    raise verdict
+                return verdict
             failures += 1
             delay = retry_delay(self.config, failures, retry_after)
-            if delay is None or asyncio.get_running_loop().time() + delay > deadline:
-                raise unavailable(host, what, last, retry_after)
+            if delay is None or now() + delay > deadline:
+                raise failure
             self.counters.retries += 1
             await asyncio.sleep(delay)
 
-    async def _attempt(
-        self, method: str, host: str, path: str, what: str, scope: str, headers: dict[str, str], limit: int
-    ) -> tuple[int, dict[str, str], bytes]:
-        url = self.config.base_url(host) + path
-        home = origin(url)
-        renewed, hops = False, 0
-        while True:
-            header = await self.auth.header(host, scope) if origin(url) == home else None
-            answer = await self.send(method, url, headers | ({"Authorization": header} if header else {}))
+    async def _ask(
+        self, method: str, endpoint: Endpoint, path: str, what: str, scope: str, headers: dict[str, str], limit: int
+    ) -> _Answer:
+        """One server's answer. Raises _Again, or SourceError where asking it again would bring nothing else."""
+        try:
+            answer, _ = await self.follow(method, endpoint, endpoint.url(path), headers, scope, what)
             async with answer:
-                if answer.status in REDIRECTS:
-                    hops += 1
-                    url = self.next_hop(url, answer, host, hops)
-                    continue
-                if answer.status in REFUSED and origin(url) == home and not renewed:
-                    renewed = True
-                    challenges = answer.headers.getall("WWW-Authenticate", [])
-                    if await self.renew(host, scope, header, challenges, what):
-                        continue
-                body = b"" if method == "HEAD" else await read_bounded(answer, limit, f"{host}: {what}")
-                self.counters.bytes += len(body)
-                return answer.status, {name.lower(): value for name, value in answer.headers.items()}, body
+                body = b"" if method == "HEAD" else await read_bounded(answer, limit, f"{endpoint.name}: {what}")
+        except TRANSPORT_ERRORS as error:
+            self.failed(endpoint, describe(error))
+            raise _Again(unavailable(endpoint.name, what, describe(error))) from error
+        except UnavailableError as error:  # its token could not be had
+            self.failed(endpoint, error.message)
+            raise _Again(error, error.retry_after) from error
+        except ConfigError as error:
+            raise _Again(unavailable(endpoint.name, what, error.message)) from error
+        self.counters.bytes += len(body)
+        if answer.status in TRANSIENT:
+            reason, retry_after = f"status {answer.status}", parse_retry_after(answer.headers.get("Retry-After"))
+            self.failed(endpoint, reason, retry_after)
+            raise _Again(unavailable(endpoint.name, what, reason, retry_after), retry_after)
+        wanted = path.rpartition("/")[2]
+        if method == "GET" and answer.status == 200 and digests.is_digest(wanted):
+            try:
+                digests.verify(body, wanted, what)
+            except VerificationError as error:
+                self.failed(endpoint, "wrong bytes")
+                raise _Again(error) from error
+        self.health.worked(endpoint)
+        return answer.status, {name.lower(): value for name, value in answer.headers.items()}, body
 
-    async def renew(self, host: str, scope: str, refused: str | None, challenges: list[str], what: str) -> bool:
+    async def renew(self, server: Endpoint, scope: str, refused: str | None, challenges: list[str], what: str) -> bool:
         """True where a refused request is worth another try with a new Authorization header."""
         self.counters.renewals += 1
         try:
-            return await self.auth.renew(host, scope, refused, challenges) is not None
+            return await self.auth.renew(server, scope, refused, challenges) is not None
         except UnauthorizedError as error:
             raise UnauthorizedError(f"cannot read {what}: {error.message}", hint=error.hint) from error
 
-    async def _fetch_token(self, request: TokenRequest, authorization: str) -> bytes:
+    async def _fetch_token(self, request: TokenRequest, authorization: str, server: Endpoint) -> bytes:
         host = urlsplit(request.url).netloc
         headers = {"Accept": "application/json"}
         if authorization:
@@ -245,8 +472,8 @@ class RegistryClient:
             retry_after: float | None = None
             try:
                 # A redirect is not followed: the password would go where nobody asked for it.
-                answer = await self.send(request.method, request.url, headers, data=request.body or None)
-                async with answer:
+                answer = await self.send(request.method, request.url, headers, server, data=request.body or None)
+                async with answer, asyncio.timeout(answer_time(self.config)):
                     body = await read_bounded(answer, MAX_TOKEN_ANSWER, f"the token of {host}")
                     if answer.status == 200:
                         return body

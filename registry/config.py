@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -30,6 +31,9 @@ class RegistryConfig:
     of plans that were composed on the node, may be named anyway."""
     ca_file: str = ""
     """A PEM bundle to trust besides the system's."""
+    config_path: str = "/etc/containerd/certs.d:/etc/docker/certs.d"
+    """Directories with containerd's ``hosts.toml`` files and docker's certificates, by host (registries.md); the first that
+    has the host decides. Empty: none."""
     connect_timeout: float = 10.0
     """Until a connection, TLS included, is there."""
     stall_timeout: float = 20.0
@@ -46,6 +50,14 @@ class RegistryConfig:
     """The longest pause between two retries."""
     max_retry_after: float = 60.0
     """A longer Retry-After than this is an error at once, not a wait."""
+    slow_after: float = 5.0
+    """An answer that has brought less than an eighth of ``min_rate`` for so long is left for a new one, which goes on where
+    it was."""
+    race_after: float = 2.0
+    """Mirrors are asked in their order; one that has not begun to answer after so long is raced by the next. 0: all are asked
+    at once."""
+    mirror_rest: float = 30.0
+    """A mirror that has failed twice in a row is asked after the others for so long, up to eight times that if it goes on."""
     max_skip: int = 256 << 20
     """How much may be read and thrown away to reach an offset where a server ignores Range."""
     connections_per_host: int = 16
@@ -58,6 +70,14 @@ class RegistryConfig:
     def __post_init__(self) -> None:
         for host in (*self.plain_http, *self.tls, *self.allow_sources):
             check_host(host)
+        for name, low, high in (
+            ("connect_timeout", 0.01, 3600), ("stall_timeout", 0.01, 3600), ("deadline", 0.01, 86400), ("min_rate", 1, 1 << 40),
+            ("attempts", 1, 10_000), ("retry_delay", 0, 3600), ("max_retry_delay", 0, 3600), ("max_retry_after", 0, 86400),
+            ("slow_after", 0.01, 3600), ("race_after", 0, 3600), ("mirror_rest", 0, 86400), ("max_skip", 0, 1 << 50),
+            ("connections_per_host", 1, 10_000), ("read_buffer", 4096, 1 << 30),
+        ):  # fmt: skip
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"registry.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
 
     def is_configured(self, host: str) -> bool:
         """True where a setting names ``host``, with its port or without: the operator knows it."""
@@ -85,17 +105,35 @@ class RegistryConfig:
         """``scheme://host`` of the registry's API."""
         return f"{self.scheme(host)}://{api_host(host)}"
 
-    def ssl_context(self) -> ssl.SSLContext:
-        """A verifying TLS context. Raises :class:`ConfigError` where ``ca_file`` cannot be read."""
+    def ssl_context(
+        self, ca: Sequence[str] = (), client: Sequence[tuple[str, str]] = (), skip_verify: bool = False
+    ) -> ssl.SSLContext:
+        """A TLS context that trusts the system's CAs, ``ca_file`` and ``ca``, and shows the ``client`` certificates.
+
+        ``client`` are pairs of a certificate's file and its key's, which is empty where one file holds both. Raises
+        :class:`ConfigError` where a file cannot be used.
+        """
         import ssl  # here, as urllib.request below, for those who only make settings
 
         context = ssl.create_default_context()
-        if self.ca_file:
+        for path in (self.ca_file, *ca):
             try:
-                context.load_verify_locations(self.ca_file)
+                if path:
+                    context.load_verify_locations(path)
             except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"cannot use the CA bundle {self.ca_file}: {error}") from error
+                raise ConfigError(f"cannot use the CA bundle {path}: {error}") from error
+        for certificate, key in client:
+            try:
+                context.load_cert_chain(certificate, key or None, password=_no_password)
+            except (OSError, ssl.SSLError, ValueError) as error:
+                raise ConfigError(f"cannot use the client certificate {certificate}: {error}") from error
+        if skip_verify:
+            context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         return context
+
+
+def _no_password() -> str:
+    raise ValueError("its key is encrypted")  # OpenSSL would ask the terminal
 
 
 def split_host(host: str) -> tuple[str, int | None]:

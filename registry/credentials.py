@@ -16,7 +16,7 @@ import subprocess
 from dataclasses import dataclass, field
 from typing import Any
 
-from weenv.core.errors import ConfigError, UnauthorizedError
+from weenv.core.errors import ConfigError
 from weenv.registry.reference import is_hub
 
 MAX_CONFIG = 4 << 20
@@ -224,7 +224,3 @@ class StaticCredentials(CredentialStore):
         """The credential for a host, or ANONYMOUS."""
         return self._by_host.get(host, ANONYMOUS)
 
-
-def no_answer(host: str) -> UnauthorizedError:
-    """The error for a host that wants credentials when there are none, or refuses those there are."""
-    return UnauthorizedError(f"{host} refused the credentials", hint=f"log in: docker login {host}")

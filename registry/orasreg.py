@@ -13,27 +13,26 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
-from http.cookiejar import DefaultCookiePolicy
-from typing import Any, BinaryIO
-from urllib.parse import urlsplit
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, BinaryIO
+from urllib.parse import urljoin, urlsplit
 
 import oras.container
 import oras.provider
 import requests
 import urllib3.exceptions
-from requests.adapters import HTTPAdapter
 
 from weenv.core.errors import SourceError, UnauthorizedError, UnavailableError, WeenvError
-from weenv.registry.auth import Authorizer
-from weenv.registry.client import origin
-from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
-from weenv.registry.internal import leads_inside
+from weenv.registry.client import merge_headers, origin
+from weenv.registry.config import proxy_for
+from weenv.registry.hosts import Endpoint
 from weenv.registry.policy import MAX_HOPS, REFUSED, TRANSIENT, parse_retry_after, retry_delay, unavailable
-from weenv.registry.reference import api_host
+from weenv.registry.sessions import BLOCK, Session
 from weenv.registry.threads import Cancelled
 
-BLOCK = 1 << 20
-"""Bytes handed to the socket at a time."""
+if TYPE_CHECKING:
+    from weenv.registry.client import RegistryClient
+
 AUTH_TIMEOUT = 90.0
 """Seconds to wait for the event loop to come up with an Authorization header."""
 
@@ -79,61 +78,57 @@ class Body:
         return data
 
 
-class _Adapter(HTTPAdapter):
-    def __init__(self, config: RegistryConfig) -> None:
-        self._context = config.ssl_context()
-        super().__init__(pool_connections=8, pool_maxsize=config.connections_per_host, max_retries=0)
+class _Container(oras.container.Container):  # type: ignore[misc]
+    """oras' own kind of reference, made without its parser, which guesses the host differently than docker does.
 
-    def init_poolmanager(self, *args: Any, **kwargs: Any) -> None:
-        super().init_poolmanager(*args, **kwargs, ssl_context=self._context, blocksize=BLOCK)
+    Its URLs are those of the server, wherever its API begins. ``target`` is a tag or digest.
+    """
 
-    def proxy_manager_for(self, proxy: Any, **kwargs: Any) -> Any:
-        return super().proxy_manager_for(proxy, **kwargs, ssl_context=self._context, blocksize=BLOCK)
+    def __init__(self, endpoint: Endpoint, repository: str, target: str) -> None:
+        super().__init__("x", registry=endpoint.host)
+        namespace, _, name = repository.rpartition("/")
+        self.namespace, self.repository = namespace or None, name
+        by_digest = target.startswith("sha256:")
+        self.tag: str | None = None if by_digest else target
+        self.digest: str | None = target if by_digest else None
+        self._endpoint = endpoint
 
+    def _url(self, rest: str) -> str:
+        return self._endpoint.url(f"/v2/{self.api_prefix}/{rest}").partition("://")[2]
 
-class _Session(requests.Session):
-    """Follows redirects like requests (which drops Authorization for another host), but never from TLS to plain HTTP."""
+    def get_blob_url(self, digest: str) -> str:
+        """Without the scheme, as oras has it; the others too."""
+        return self._url(f"blobs/{digest}")
 
-    def __init__(self, config: RegistryConfig) -> None:
-        super().__init__()
-        self.trust_env = False  # ~/.netrc; proxies are given per request instead
-        self.max_redirects = MAX_HOPS
-        # Some registries take a cookie for a browser and then want CSRF tokens.
-        self.cookies.set_policy(DefaultCookiePolicy(allowed_domains=[]))
-        self.headers.clear()
-        self.headers.update({"User-Agent": USER_AGENT, "Accept-Encoding": "identity", "Accept": "*/*"})
-        self._config = config
-        adapter = _Adapter(config)
-        self.mount("https://", adapter)
-        self.mount("http://", adapter)
+    def upload_blob_url(self) -> str:
+        """Where uploads begin."""
+        return self._url("blobs/uploads/")
 
-    def get_redirect_target(self, resp: Any) -> str | None:
-        target: str | None = super().get_redirect_target(resp)
-        if target is None:
-            return None
-        parts = urlsplit(target)
-        if parts.scheme == "http" and str(resp.url).startswith("https:") and not self._config.is_plain(parts.netloc):
-            raise SourceError(f"redirect from TLS to plain HTTP at {parts.hostname}")
-        if parts.hostname and leads_inside(str(resp.url), target, self._config):
-            raise SourceError(f"redirect to {parts.hostname}, which is this node or its link")
-        return target
+    def manifest_url(self, tag: str | None = None) -> str:
+        """The manifest of a tag or digest, by default the container's own."""
+        return self._url(f"manifests/{tag or self.digest or self.tag}")
 
 
 class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
-    """An oras provider for one registry host and one token scope."""
+    """An oras provider for one server and one token scope. ``attempts`` bounds its tries of one request."""
 
     def __init__(
-        self, host: str, scope: str, config: RegistryConfig, authorizer: Authorizer, loop: asyncio.AbstractEventLoop
+        self, endpoint: Endpoint, scope: str, client: RegistryClient, loop: asyncio.AbstractEventLoop, attempts: int
     ) -> None:
-        super().__init__(hostname=api_host(host), insecure=config.is_plain(host), tls_verify=True)
-        self.host = host
+        super().__init__(hostname=endpoint.host, insecure=endpoint.scheme == "http", tls_verify=True)
+        self.host = endpoint.name
         self.scope = scope
-        self.config = config
-        self.authorizer = authorizer
+        self.config = replace(client.config, attempts=attempts)
+        self.client = client
         self.loop = loop
-        self.session = _Session(config)
-        self.home = origin(config.base_url(host))
+        self.session = Session(client.config, endpoint, client.context(endpoint.trust))
         self._local = threading.local()
+        self._stand_for(endpoint)
+
+    def _stand_for(self, endpoint: Endpoint) -> None:
+        self.endpoint = endpoint
+        self.prefix = endpoint.scheme
+        self.home = origin(endpoint.origin)
 
     @property
     def cancel(self) -> threading.Event:
@@ -146,16 +141,18 @@ class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
         self._local.cancel = cancel
         return cancel
 
-    def container(self, repository: str, target: str = "") -> oras.container.Container:
-        """oras' own kind of reference for a repository of this host; ``target`` is a tag or digest.
+    def url(self, path: str) -> str:
+        """The URL of an API path (``/v2/...``) here."""
+        return self.endpoint.url(path)
 
-        Made without its parser, which guesses the host differently than docker does.
-        """
-        container = oras.container.Container("x", registry=self.hostname)
-        namespace, _, name = repository.rpartition("/")
-        container.namespace, container.repository = namespace or None, name
-        container.tag, container.digest = (None, target) if target.startswith("sha256:") else (target, None)
-        return container
+    def container(self, repository: str, target: str = "") -> oras.container.Container:
+        """oras' own kind of reference for a repository of this host; ``target`` is a tag or digest."""
+        return _Container(self.endpoint, repository, target)
+
+    def _get_location(self, r: requests.Response, container: oras.container.Container) -> str:
+        """Where an upload goes on; oras' own makes less of relative ones."""
+        location = r.headers.get("Location", "")
+        return urljoin(str(r.url), location) if location else ""
 
     def _ask(self, work: Any) -> str | None:
         future = asyncio.run_coroutine_threadsafe(work, self.loop)
@@ -181,18 +178,24 @@ class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
         at_home = origin(url) == self.home
         if url.startswith("http:") and self.home[0] == "https" and not self.config.is_plain(urlsplit(url).netloc):
             raise SourceError(f"{self.host} wants an upload over plain HTTP at {urlsplit(url).netloc}")
+        if at_home and self.endpoint.headers:
+            joined: dict[str, str] = {}
+            for name, value in merge_headers(self.endpoint.headers, base):
+                joined[name] = f"{joined[name]}, {value}" if name in joined else value
+            base = joined
+        dial = self.endpoint.dial_timeout
         while True:
             if self.cancel.is_set():
                 raise Cancelled
             if isinstance(data, Body):
                 data.seek(0)
-            header = self._ask(self.authorizer.header(self.host, self.scope)) if at_home else None
+            header = self._ask(self.client.auth.header(self.endpoint, self.scope)) if at_home else None
             retry_after = None
             try:
                 answer = self.session.request(
                     method, url, data=data, json=json, stream=stream,
                     headers=base | ({"Authorization": header} if header else {}),
-                    timeout=(self.config.connect_timeout, self.config.stall_timeout),
+                    timeout=(self.config.connect_timeout if dial is None else dial, self.config.stall_timeout),
                     proxies=_proxies(url),
                 )  # fmt: skip
             except Cancelled:
@@ -202,13 +205,22 @@ class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
             except (requests.RequestException, urllib3.exceptions.HTTPError, OSError) as error:
                 if isinstance(error.__context__, WeenvError):
                     raise error.__context__ from None
+                plain = self.client.turn_plain(self.endpoint, error) if at_home else None
+                if plain is not None:
+                    self._stand_for(plain)
+                    url = "http" + url.removeprefix("https")
+                    continue
                 reason = explain(error)
             else:
-                if answer.status_code in REFUSED and at_home and not renewed:
+                if answer.status_code in REFUSED and not renewed:
                     renewed = True
                     challenges = [answer.headers["WWW-Authenticate"]] if "WWW-Authenticate" in answer.headers else []
                     answer.close()
-                    if self._ask(self.authorizer.renew(self.host, self.scope, header, challenges)) is not None:
+                    if origin(str(answer.url)) != self.home:
+                        answer = self._elsewhere(method, str(answer.url), base, challenges, stream) or answer
+                        if answer.status_code not in REFUSED | TRANSIENT:
+                            return answer
+                    if at_home and self._ask(self.client.auth.renew(self.endpoint, self.scope, header, challenges)) is not None:
                         continue
                     raise UnauthorizedError(
                         f"{self.host} refused access ({answer.status_code})",
@@ -226,14 +238,31 @@ class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
             if self.cancel.wait(delay):
                 raise Cancelled
 
+    def _elsewhere(
+        self, method: str, url: str, headers: dict[str, str], challenges: list[str], stream: bool
+    ) -> requests.Response | None:
+        """The answer of another server that a redirect led to and that asks for credentials: those for its own host."""
+        if method not in ("GET", "HEAD"):
+            return None
+
+        async def ask() -> str | None:
+            met = self.client.meet(url, self.scope, challenges)
+            return await self.client.auth.renew(*met, None, challenges) if met is not None else None
+
+        header = self._ask(ask())
+        if header is None:
+            return None
+        private = {name for name, _ in self.endpoint.headers}
+        kept = {name: value for name, value in headers.items() if name not in private}
+        return self.session.request(
+            method, url, stream=stream, headers=kept | {"Authorization": header},
+            timeout=(self.config.connect_timeout, self.config.stall_timeout), proxies=_proxies(url),
+        )  # fmt: skip
+
     def open_stream(self, repository: str, digest: str, offset: int = 0) -> requests.Response:
-        """A blob's bytes from ``offset`` as a streaming answer, through oras' own ``get_blob`` where it starts at 0."""
-        container = self.container(repository, digest)
-        if offset == 0:
-            answer: requests.Response = self.get_blob(container, digest, stream=True)
-            return answer
-        url = f"{self.prefix}://{container.get_blob_url(digest)}"
-        return self.do_request(url, "GET", headers={"Range": f"bytes={offset}-"}, stream=True)
+        """A blob's bytes from ``offset`` as a streaming answer."""
+        headers = {"Range": f"bytes={offset}-"} if offset else {}
+        return self.do_request(self.url(f"/v2/{repository}/blobs/{digest}"), "GET", headers=headers, stream=True)
 
     def put_upload(self, blob: Any, container: Any, layer: dict[str, Any]) -> requests.Response:
         """oras' monolithic upload, streaming: ``blob`` is a :class:`Body` (or a path, as in the library)."""

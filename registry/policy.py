@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 
 from weenv.core.errors import (
@@ -35,6 +36,34 @@ def parse_retry_after(value: str | None, now: float | None = None) -> float | No
     except (ValueError, TypeError, IndexError, OverflowError):
         return None
     return max(0.0, when - (time.time() if now is None else now))
+
+
+@dataclass(slots=True)
+class Pace:
+    """Whether an answer comes too slowly to go on with: less than an eighth of ``min_rate`` over ``slow_after`` seconds.
+
+    Only the time counts that was spent waiting for the server. An answer that is left is gone on with by a new request, so
+    on a line that is slow for all this costs a round trip now and then.
+    """
+
+    config: RegistryConfig
+    _bytes: int = 0
+    _seconds: float = 0.0
+
+    def add(self, count: int, seconds: float) -> bool:
+        """``count`` bytes took ``seconds``. True: leave this answer."""
+        self._bytes += count
+        self._seconds += seconds
+        if self._seconds < self.config.slow_after:
+            return False
+        slow = self._bytes < self._seconds * self.config.min_rate / 8
+        self._bytes, self._seconds = 0, 0.0
+        return slow
+
+
+def answer_time(config: RegistryConfig) -> float:
+    """Seconds within which a request must be sent and all of its answer's header be here, whatever drips in."""
+    return config.connect_timeout + config.stall_timeout
 
 
 def retry_delay(config: RegistryConfig, failures: int, retry_after: float | None = None) -> float | None:

@@ -1,11 +1,15 @@
 """Ranged reads of one registry blob: the data path of lazy layers.
 
-One redirect target per blob is remembered. When it stops working (its signed URL expired), it is resolved once more from
-the registry and the read goes on. A stream that breaks is resumed where it stopped, and only tries without any progress
-count against the limit.
+Every server that stands for the registry (mirrors, then the registry itself) is a *place*. Places are tried in their order;
+one that has not begun to answer in time is raced by the next. One redirect target per place is remembered. When it stops
+working (its signed URL expired), it is resolved once more and the read goes on. A stream that breaks, or comes too slowly,
+is resumed where it stopped, and only rounds over all places without any progress count against the limit.
 
-Shared state: ``_target`` and ``_generation`` change between awaits of the loop only. Many readers may see one expired
-target; the lock lets the first resolve it, the others find a newer generation and use that.
+Where no place honours Range, the answer is the whole blob. It is kept, and what is read next goes on from where it is; see
+:class:`RangesIgnored`.
+
+Shared state: a place's ``target`` and ``generation`` change between awaits of the loop only. Many readers may see one
+expired target; the lock lets the first resolve it, the others find a newer generation and use that.
 """
 
 from __future__ import annotations
@@ -13,20 +17,28 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
-from collections.abc import AsyncGenerator
+from collections import deque
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Final
 
 import aiohttp
 
 from weenv.core import digest as digests
-from weenv.core.errors import NotFoundInSource, SourceError
+from weenv.core.errors import (
+    ConfigError,
+    NotFoundInSource,
+    SourceError,
+    UnavailableError,
+)
 from weenv.registry.auth import scope_of
 from weenv.registry.client import TRANSPORT_ERRORS, RegistryClient, describe, origin
+from weenv.registry.hosts import Endpoint
 from weenv.registry.policy import (
-    REDIRECTS,
-    REFUSED,
     STALE_TARGET,
     TRANSIENT,
+    Pace,
     parse_retry_after,
     retry_delay,
     status_error,
@@ -35,102 +47,152 @@ from weenv.registry.policy import (
 
 log = logging.getLogger(__name__)
 
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(?:\d{1,18}|\*)\Z")
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,18})-(\d{1,18})/(?:(\d{1,18})|\*)\Z")
+_KEEP: Final = 15.0
+"""Seconds for which the answer of a server that ignores Range is kept for the next read."""
+_PAUSE: Final = 1.0
+"""Longer pauses than that are left to a caller who paces itself."""
+_SERVED: Final = 256
+"""Ranges of which it is remembered where they came from."""
+_DOUBTS: Final = 4
+"""Wrong bytes at one offset so many times, within _DOUBT seconds: they are wrong everywhere."""
+_DOUBT: Final = 60.0
+
+
+class RangesIgnored(SourceError):
+    """The servers ignore Range: :meth:`RegistrySource.whole` of ``source`` reads from the beginning."""
+
+    def __init__(self, source: RegistrySource) -> None:
+        super().__init__(f"{source.host} ignores Range", hint="it serves layers whole: the first read fetches all of one")
+        self.source = source
 
 
 class _TryAgain(Exception):
     """This attempt failed in a way that another may not."""
 
-    def __init__(self, reason: str, retry_after: float | None = None) -> None:
+    def __init__(self, reason: str, retry_after: float | None = None, *, blame: bool = True) -> None:
         super().__init__(reason)
         self.retry_after = retry_after
+        self.blame = blame
+        """Whether it says something about the server, and not about this blob only."""
+
+
+@dataclass(eq=False)
+class _Place:
+    """A server, as far as this blob goes."""
+
+    endpoint: Endpoint
+    url: str
+    target: str | None = None
+    generation: int = 0
+    ranges: bool | None = None
+    """Whether it honours Range: None until it is known."""
+    wrong_until: float = 0.0
+    """It has sent wrong bytes: the others go before it until then (the loop's time)."""
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(slots=True)
+class _Answer:
+    """An answer whose body begins at ``position`` of the blob, and the place that sends it."""
+
+    place: _Place
+    response: aiohttp.ClientResponse
+    position: int
+
+
+@dataclass(slots=True)
+class _Round:
+    """What became of the places since the last progress."""
+
+    tried: set[_Place] = field(default_factory=set)
+    final: dict[_Place, SourceError] = field(default_factory=dict)
+    reason: str = "no server"
+    host: str = ""
+    retry_after: float | None = None
 
 
 class RegistrySource:
     """A blob of ``size`` bytes in a registry repository; a :class:`weenv.registry.source.BlobSource`.
 
-    What it returns has the right length but is not verified: whoever knows the frame's or the blob's digest does that.
+    What it returns has the right length but is not verified: whoever knows the frame's or the blob's digest does that, and
+    says so with :meth:`suspect` where it is wrong.
+
+    ``paced`` is for callers that try again by themselves: pauses of more than a second are errors with ``retry_after``, and
+    so is a server that ignores Range (:class:`RangesIgnored`).
     """
 
-    def __init__(self, client: RegistryClient, host: str, repository: str, digest: str, size: int) -> None:
+    def __init__(
+        self, client: RegistryClient, host: str, repository: str, digest: str, size: int, *, paced: bool = False
+    ) -> None:
         self.client = client
         self.host = host
         self.repository = repository
         self.digest = digests.check_digest(digest)
         self.size = size
-        self.ranges: bool | None = None
-        """Whether the server honours Range: None until it is known."""
+        self.paced = paced
+        self._path = f"/v2/{repository}/blobs/{digest}"
+        self._what = f"{repository}@{digest}"
         self._scope = scope_of(repository)
-        self._url = f"{client.config.base_url(host)}/v2/{repository}/blobs/{digest}"
-        self._home = origin(self._url)
-        self._target: str | None = None
-        self._generation = 0
-        self._lock = asyncio.Lock()
+        self._places: dict[Endpoint, _Place] = {}
+        self._served: deque[list[int | _Place]] = deque(maxlen=_SERVED)
+        self._doubts: dict[int, tuple[int, float]] = {}
+        self._kept: _Answer | None = None
+        self._kept_timer: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
         return f"{self.host}/{self.repository}@{self.digest}"
 
+    @property
+    def ranges(self) -> bool | None:
+        """Whether a server honours Range: None until it is known of one."""
+        known = [place.ranges for place in self._places.values()]
+        return True if True in known else None if None in known or not known else False
+
     async def close(self) -> None:
-        """Nothing is held open: connections belong to the client."""
+        """Close what is kept open; connections belong to the client."""
+        self._let_go()
 
     async def read(self, offset: int, length: int, *, deadline: float | None = None) -> bytes:
         """Exactly ``length`` bytes from ``offset``. Raises SourceError (see :meth:`stream`).
 
         ``deadline`` is in seconds from now, with all retries; the configured one by default.
         """
-        async with aclosing(self.stream(offset, length, deadline=deadline)) as chunks:
+        self._check_bounds(offset, length)
+        async with aclosing(self._stream(offset, length, deadline, paced=False)) as chunks:
             return b"".join([chunk async for chunk in chunks])
 
-    async def stream(self, offset: int, length: int, *, deadline: float | None = None) -> AsyncGenerator[bytes, None]:
+    def stream(self, offset: int, length: int, *, deadline: float | None = None) -> AsyncGenerator[bytes, None]:
         """The bytes ``[offset, offset + length)`` in chunks as they arrive; a broken stream is resumed.
 
         Raises NotFoundInSource, UnauthorizedError, UnavailableError (also where the deadline passed), SourceError.
         Closing the iterator early drops the connection.
         """
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise SourceError(f"read of {length} bytes at {offset} beyond the {self.size} bytes of {self.digest}")
-        config, now = self.client.config, asyncio.get_running_loop().time
-        give_up = now() + (config.deadline if deadline is None else deadline) + length / config.min_rate
-        position, end, failures = offset, offset + length, 0
-        while position < end:
-            before = position
-            answer: aiohttp.ClientResponse | None = None
-            retry_after: float | None = None
-            try:
-                answer = await self._open(position, end, give_up)
-                skip = self._check(answer, position, end)
-                async for chunk in answer.content.iter_any():
-                    if skip:
-                        if skip >= len(chunk):
-                            skip -= len(chunk)
-                            chunk = b""
-                        else:
-                            chunk, skip = chunk[skip:], 0
-                    if position + len(chunk) > end:
-                        chunk = chunk[: end - position]
-                    if chunk:
-                        position += len(chunk)
-                        self.client.counters.bytes += len(chunk)
-                        yield chunk
-                    if position >= end or now() > give_up:
-                        break
-                if position >= end:
-                    return
-                reason = "the answer ended early" if now() <= give_up else "too slow"
-            except _TryAgain as error:
-                reason, retry_after = str(error), error.retry_after
-            except TRANSPORT_ERRORS as error:
-                reason = describe(error)
-            finally:
-                if answer is not None:
-                    answer.release()  # back to the pool where the body was read to its end, closed otherwise
-            failures = 1 if position > before else failures + 1
-            delay = retry_delay(config, failures, retry_after)
-            if delay is None or now() + delay > give_up:
-                raise unavailable(self.host, self.digest, reason, retry_after)
-            self.client.counters.retries += 1
-            log.debug("retrying ranged read", extra={"host": self.host, "reason": reason, "failures": failures})
-            await asyncio.sleep(delay)
+        self._check_bounds(offset, length)
+        return self._stream(offset, length, deadline, paced=self.paced)
+
+    def whole(self, length: int, *, deadline: float | None = None) -> AsyncGenerator[bytes, None]:
+        """The first ``length`` bytes of the blob, as :meth:`stream`: for after :class:`RangesIgnored`."""
+        self._check_bounds(0, length)
+        return self._stream(0, length, deadline, paced=False)
+
+    def suspect(self, offset: int, length: int) -> bool:
+        """What was read at ``offset`` is wrong. True where another read may bring other bytes: not from where it came, if
+        that can be helped."""
+        now = asyncio.get_running_loop().time()
+        for begin, end, place in reversed(self._served):
+            if begin < offset + length and offset < end:  # type: ignore[operator]
+                assert isinstance(place, _Place)
+                place.target, place.generation = None, place.generation + 1
+                place.wrong_until = now + _DOUBT
+                self.client.failed(place.endpoint, "wrong bytes")
+                break
+        count, since = self._doubts.get(offset, (0, now))
+        count, since = (count + 1, since) if now - since < _DOUBT else (1, now)
+        if len(self._doubts) >= _SERVED:
+            self._doubts.clear()
+        self._doubts[offset] = count, since
+        return count < _DOUBTS
 
     async def public_url(self) -> str:
         """Where anybody can have the blob now, without our credentials: the registry, or a signed URL that it gave out.
@@ -139,93 +201,297 @@ class RegistrySource:
         """
         if not self.size:
             return ""
+        place = next((one for one in self._order() if not one.endpoint.is_private), None)
+        if place is None:
+            return ""
         give_up = asyncio.get_running_loop().time() + self.client.config.deadline
         try:
-            answer = await self._open(0, 1, give_up)
+            answer = await self._open(place, 0, 1, give_up)
         except TRANSPORT_ERRORS as error:
-            raise unavailable(self.host, self.digest, describe(error)) from error
+            raise unavailable(place.endpoint.name, self.digest, describe(error)) from error
         try:
             if answer.status not in (200, 206):
-                raise status_error(answer.status, f"{self.repository}@{self.digest}", self.host)
-            if self._target is not None:
-                return self._target
+                raise status_error(answer.status, self._what, place.endpoint.name)
+            if place.target is not None:
+                return place.target
+            anybody = "Authorization" not in answer.request_info.headers
             home = answer.url.host, answer.url.port
-            return self._url if "Authorization" not in answer.request_info.headers and home == self._home[1:] else ""
+            return place.url if anybody and home == origin(place.url)[1:] else ""
         finally:
             answer.close()
 
-    def _check(self, answer: aiohttp.ClientResponse, position: int, end: int) -> int:
-        """Check status and headers of an answer; returns how many bytes of its body come before ``position``."""
+    # -- reading ----------------------------------------------------------------------------------------------------
+
+    def _check_bounds(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise SourceError(f"read of {length} bytes at {offset} beyond the {self.size} bytes of {self.digest}")
+
+    async def _stream(self, offset: int, length: int, deadline: float | None, *, paced: bool) -> AsyncGenerator[bytes, None]:
+        config, now = self.client.config, asyncio.get_running_loop().time
+        give_up = now() + (config.deadline if deadline is None else deadline) + length / config.min_rate
+        position, end, failures, state = offset, offset + length, 0, _Round()
+        while position < end:
+            before, answer = position, self._take(position)
+            if answer is None:
+                answer = await self._next(position, end, give_up, state, paced=paced)
+            if answer is None:  # all places have been tried
+                failures += 1
+                await self._pause(state, failures, give_up, paced=paced)
+                continue
+            place, response, pace, reason, whole = answer.place, answer.response, Pace(config), "", False
+            served: list[int | _Place] = [position, position, place]
+            self._served.append(served)
+            try:
+                while position < end:
+                    began = now()
+                    async with asyncio.timeout(config.slow_after):
+                        chunk = await response.content.readany()
+                    if not chunk:
+                        reason = "the answer ended early"
+                        break
+                    spent = now() - began
+                    count = len(chunk)
+                    if answer.position < position:
+                        chunk = chunk[position - answer.position :]
+                    answer.position += count
+                    if answer.position > end:
+                        chunk = chunk[: len(chunk) - (answer.position - end)]
+                        whole = place.ranges is False  # what follows cannot be given back
+                    if chunk:
+                        position += len(chunk)
+                        served[1] = position
+                        self.client.counters.bytes += len(chunk)
+                        yield chunk
+                    if position < end and now() > give_up:
+                        raise unavailable(place.endpoint.name, self.digest, "too slow")
+                    if position < end and pace.add(count, spent):
+                        reason = "it is too slow"
+                        break
+            except TRANSPORT_ERRORS as error:
+                reason = describe(error)
+            finally:
+                if position >= end and not reason and place.ranges is False and not whole and answer.position < self.size:
+                    self._keep(answer)
+                else:
+                    response.release()  # back to the pool where the body was read to its end, closed otherwise
+            if position > before:
+                failures, state = 0, _Round()
+            if position >= end:
+                self.client.health.worked(place.endpoint)
+                return
+            self._failed(place, state, _TryAgain(reason))
+
+    def _failed(self, place: _Place, state: _Round, error: _TryAgain) -> None:
+        state.tried.add(place)
+        state.reason, state.host = str(error), place.endpoint.name
+        if error.retry_after is not None:
+            state.retry_after = min(error.retry_after, state.retry_after if state.retry_after is not None else error.retry_after)
+        if error.blame:
+            self.client.failed(place.endpoint, state.reason, error.retry_after)
+        fields = {"host": place.endpoint.host, "reason": state.reason}
+        log.debug("a ranged read failed", extra=fields)
+
+    async def _pause(self, state: _Round, failures: int, give_up: float, *, paced: bool) -> None:
+        """Between two rounds. Raises the error where there is to be no other."""
+        now = asyncio.get_running_loop().time()
+        places = self._order()
+        if not places:
+            raise SourceError(f"no server of {self.host} may be asked")
+        if all(place in state.final for place in places):
+            raise state.final[self._own(places)]
+        delay = retry_delay(self.client.config, failures, state.retry_after)
+        if delay is None or now + delay > give_up or (paced and delay > _PAUSE):
+            wait = state.retry_after if delay is None else max(delay, state.retry_after or 0.0) if delay > _PAUSE else None
+            raise unavailable(state.host or self.host, self.digest, state.reason, wait)
+        state.tried.clear()
+        state.retry_after = None
+        self.client.counters.retries += 1
+        await asyncio.sleep(delay)
+
+    def _own(self, places: Sequence[_Place]) -> _Place:
+        """The registry itself among the places: its word counts."""
+        last = self.client.endpoints(self.host)[-1]
+        return next((place for place in places if place.endpoint == last), places[-1])
+
+    def _order(self) -> list[_Place]:
+        """The places, the best first. Raises SourceError where there are none."""
+        now = asyncio.get_running_loop().time()
+        known = self._places
+        endpoints = self.client.endpoints(self.host)
+        if len(known) != len(endpoints) or any(one not in known for one in endpoints):
+            self._places = known = {one: known.get(one) or _Place(one, one.url(self._path)) for one in endpoints}
+        ordered = [known[one] for one in self.client.health.order(endpoints, now)]
+        return sorted(ordered, key=lambda place: (place.ranges is False, place.wrong_until > now))
+
+    async def _next(self, start: int, end: int, give_up: float, state: _Round, *, paced: bool) -> _Answer | None:
+        """The first usable answer of the places that have not been tried; None: there is none of them."""
+        now = asyncio.get_running_loop().time
+        rest = deque[_Place]()
+        for place in self._order():
+            if place in state.tried or place in state.final:
+                continue
+            if (wait := self.client.health.wait(place.endpoint, now())) > 0:
+                self._failed(place, state, _TryAgain("asked too often", wait, blame=False))
+            else:
+                rest.append(place)
+        if len(rest) == 1:  # awaited here: what a server sent before it cut the connection is lost to who comes later
+            place = rest.popleft()
+            outcome = await _outcome(self._open(place, start, end, give_up))
+            return self._judge(place, outcome, start, end, state, paced=paced)
+        return await self._race(rest, start, end, give_up, state, paced=paced)
+
+    async def _race(
+        self, rest: deque[_Place], start: int, end: int, give_up: float, state: _Round, *, paced: bool
+    ) -> _Answer | None:
+        running: dict[asyncio.Task[aiohttp.ClientResponse | Exception], _Place] = {}
+        try:
+            while rest or running:
+                if rest:
+                    place = rest.popleft()
+                    running[asyncio.ensure_future(_outcome(self._open(place, start, end, give_up)))] = place
+                patience = self.client.config.race_after if rest else None
+                done, _ = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
+                if not done:
+                    self.client.counters.raced += 1
+                for task in done:
+                    place = running.pop(task)
+                    answer = self._judge(place, task.result(), start, end, state, paced=paced)
+                    if answer is not None:
+                        for slow in running.values():
+                            self.client.failed(slow.endpoint, "slower than the next")
+                        return answer
+            return None
+        finally:
+            await self._abandon(running)
+
+    async def _abandon(self, running: dict[asyncio.Task[aiohttp.ClientResponse | Exception], _Place]) -> None:
+        for task in running:
+            task.cancel()
+        for outcome in await asyncio.gather(*running, return_exceptions=True):
+            if isinstance(outcome, aiohttp.ClientResponse):
+                outcome.close()
+
+    def _judge(
+        self, place: _Place, outcome: aiohttp.ClientResponse | Exception, start: int, end: int, state: _Round, *, paced: bool
+    ) -> _Answer | None:
+        """An attempt's usable answer, or None: then ``state`` says why. Raises RangesIgnored."""
+        answer: _Answer | None = None
+        try:
+            if isinstance(outcome, Exception):
+                raise outcome
+            answer = _Answer(place, outcome, self._check(place, outcome, start, end))
+        except _TryAgain as error:
+            self._failed(place, state, error)
+        except TRANSPORT_ERRORS as error:
+            self._failed(place, state, _TryAgain(describe(error)))
+        except ConfigError as error:
+            self._failed(place, state, _TryAgain(error.message, blame=False))
+        except UnavailableError as error:  # its token could not be had
+            self._failed(place, state, _TryAgain(error.message, error.retry_after))
+        except SourceError as error:
+            state.final[place] = error
+        finally:
+            if answer is None and isinstance(outcome, aiohttp.ClientResponse):
+                outcome.release()
+        if answer is not None and place.ranges is False and paced:
+            self._keep(answer)
+            raise RangesIgnored(self)
+        return answer
+
+    def _check(self, place: _Place, answer: aiohttp.ClientResponse, position: int, end: int) -> int:
+        """Check status and headers of an answer; returns where in the blob its body begins."""
+        name = place.endpoint.name
         encoding = answer.headers.get("Content-Encoding", "identity").lower()
         if answer.status in (200, 206) and encoding not in ("identity", ""):
-            raise SourceError(f"{self.host} sends {self.digest} with Content-Encoding {encoding[:40]!r}")
+            raise _TryAgain(f"it sends Content-Encoding {encoding[:40]!r}")
         if answer.status == 206:
             match = _CONTENT_RANGE.match(answer.headers.get("Content-Range", ""))
             if match is None or int(match[1]) != position or int(match[2]) < position:
-                raise SourceError(f"{self.host} answered with another range of {self.digest} than asked for")
-            self.ranges = True
-            return 0
+                raise _TryAgain("it answered with another range than asked for")
+            if match[3] is not None and int(match[3]) != self.size:
+                raise _TryAgain(f"it has {match[3]} bytes of a blob of {self.size}")
+            place.ranges = True
+            return position
         if answer.status == 200:
             if (position, end) == (0, self.size):
                 return 0
-            if self.ranges is not False:
-                self.ranges = False
+            if place.ranges is not False:
+                place.ranges = False
                 self.client.counters.range_ignored += 1
-                log.warning("registry ignores Range", extra={"host": self.host, "blob": self.digest})
-            if position > self.client.config.max_skip:
+                log.warning("registry ignores Range", extra={"host": place.endpoint.host, "blob": self.digest})
+            if any(other.ranges is not False for other in self._places.values()):
+                raise _TryAgain("it ignores Range", blame=False)
+            if position > self.client.config.max_skip and not self.paced:
                 raise SourceError(
-                    f"{self.host} ignores Range: reading {self.digest} at {position} would fetch all before it",
+                    f"{name} ignores Range: reading {self.digest} at {position} would fetch all before it",
                     hint="this registry cannot serve layers lazily",
                 )
-            return position
+            return 0
         if answer.status == 416:
-            raise NotFoundInSource(f"{self.host} holds fewer bytes of {self.digest} than its descriptor says")
+            raise NotFoundInSource(f"{name} holds fewer bytes of {self.digest} than its descriptor says")
         if answer.status in TRANSIENT:
             raise _TryAgain(f"status {answer.status}", parse_retry_after(answer.headers.get("Retry-After")))
-        raise status_error(answer.status, f"{self.repository}@{self.digest}", self.host)
+        raise status_error(answer.status, self._what, name)
 
-    async def _open(self, start: int, end: int, give_up: float) -> aiohttp.ClientResponse:
-        """Send the request for ``[start, end)`` to the remembered target or the registry, and follow to the answer."""
+    # -- a stream that is kept ------------------------------------------------------------------------------------------
+
+    def _keep(self, answer: _Answer) -> None:
+        """Keep the answer of a server that ignores Range: the next read goes on from there."""
+        self._let_go()
+        self._kept = answer
+        self.client.keep(answer.response)
+        self._kept_timer = asyncio.get_running_loop().call_later(_KEEP, self._let_go)
+
+    def _take(self, position: int) -> _Answer | None:
+        """The kept answer, where it has not passed ``position`` yet."""
+        answer = self._kept
+        if answer is None or answer.position > position:
+            return None
+        assert self._kept_timer is not None
+        self._kept_timer.cancel()
+        self._kept = self._kept_timer = None
+        self.client.unkeep(answer.response)
+        return answer
+
+    def _let_go(self) -> None:
+        if self._kept is not None:
+            self.client.drop(self._kept.response)
+            self._kept = None
+        if self._kept_timer is not None:
+            self._kept_timer.cancel()
+            self._kept_timer = None
+
+    # -- one place ----------------------------------------------------------------------------------------------------
+
+    async def _open(self, place: _Place, start: int, end: int, give_up: float) -> aiohttp.ClientResponse:
+        """Send the request for ``[start, end)`` to the remembered target or the server, and follow to the answer."""
         async with asyncio.timeout_at(give_up):
-            if self._target is not None:
-                generation = self._generation
-                answer = await self._follow(self._target, start, end)
+            if place.target is not None:
+                generation = place.generation
+                answer = await self._follow(place, place.target, start, end)
                 if answer.status not in STALE_TARGET:
                     return answer
                 answer.release()
-                async with self._lock:
-                    if self._generation == generation:
-                        self._target = None
-                        answer = await self._follow(self._url, start, end)
-                        self._generation += 1
+                async with place.lock:
+                    if place.generation == generation:
+                        place.target = None
+                        answer = await self._follow(place, place.url, start, end)
+                        place.generation += 1
                         return answer
-                if self._target is not None:
-                    return await self._follow(self._target, start, end)
-            return await self._follow(self._url, start, end)
+                if place.target is not None:
+                    return await self._follow(place, place.target, start, end)
+            return await self._follow(place, place.url, start, end)
 
-    async def _follow(self, url: str, start: int, end: int) -> aiohttp.ClientResponse:
-        client, renewed, hops = self.client, False, 0
-        byte_range = f"bytes={start}-{end - 1}"
-        while True:
-            home = origin(url) == self._home
-            header = await client.auth.header(self.host, self._scope) if home else None
-            answer = await client.send(
-                "GET", url, {"Range": byte_range, "Authorization": header} if header else {"Range": byte_range}
-            )
-            try:
-                if answer.status in REDIRECTS:
-                    hops += 1
-                    url = client.next_hop(url, answer, self.host, hops)
-                elif answer.status in REFUSED and home and not renewed:
-                    renewed = True
-                    challenges = answer.headers.getall("WWW-Authenticate", [])
-                    if not await client.renew(self.host, self._scope, header, challenges, repr(self)):
-                        return answer
-                else:
-                    if answer.status in (200, 206) and hops and not home:
-                        self._target = url
-                    return answer
-            except BaseException:
-                answer.release()
-                raise
-            answer.release()
+    async def _follow(self, place: _Place, url: str, start: int, end: int) -> aiohttp.ClientResponse:
+        headers = {"Range": f"bytes={start}-{end - 1}"}
+        answer, there = await self.client.follow("GET", place.endpoint, url, headers, self._scope, repr(self))
+        if answer.status in (200, 206) and there != url and origin(there)[1:] != origin(place.url)[1:]:
+            place.target = there
+        return answer
+
+
+async def _outcome(work: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse | Exception:
+    try:
+        return await work
+    except Exception as error:
+        return error

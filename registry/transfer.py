@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import requests
@@ -28,12 +29,15 @@ from weenv.core.errors import (
     StorageError,
     UnavailableError,
     VerificationError,
+    WeenvError,
 )
 from weenv.registry.auth import scope_of
+from weenv.registry.hosts import PULL, PUSH, RESOLVE, Endpoint
 from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Descriptor
-from weenv.registry.orasreg import BLOCK, Body, OrasRegistry, Progress, explain
-from weenv.registry.policy import TRANSIENT, parse_retry_after, retry_delay, status_error, unavailable
+from weenv.registry.orasreg import Body, OrasRegistry, Progress, explain
+from weenv.registry.policy import TRANSIENT, Pace, parse_retry_after, retry_delay, status_error, unavailable
 from weenv.registry.reference import Reference
+from weenv.registry.sessions import BLOCK
 from weenv.registry.threads import Cancelled, in_thread
 
 if TYPE_CHECKING:
@@ -51,7 +55,7 @@ class Transfer:
         self._client = client
         # Not the loop's own executor: transfers wait for credential look-ups that run there.
         self._pool = ThreadPoolExecutor(threads, "weenv-transfer")
-        self._registries: dict[tuple[str, str], OrasRegistry] = {}
+        self._registries: dict[tuple[Endpoint, str, int], OrasRegistry] = {}
 
     def close(self) -> None:
         """Close all connections. Transfers under way have been awaited or cancelled by then."""
@@ -60,12 +64,44 @@ class Transfer:
             registry.session.close()
         self._registries.clear()
 
-    def _registry(self, host: str, scope: str) -> OrasRegistry:
-        key = (host, scope)
+    def _registry(self, endpoint: Endpoint, scope: str, attempts: int) -> OrasRegistry:
+        key = (endpoint, scope, attempts)
         if key not in self._registries:
-            client = self._client
-            self._registries[key] = OrasRegistry(host, scope, client.config, client.auth, asyncio.get_running_loop())
+            loop = asyncio.get_running_loop()
+            self._registries[key] = OrasRegistry(endpoint, scope, self._client, loop, attempts)
         return self._registries[key]
+
+    def _pushed_to(self, host: str, scope: str) -> OrasRegistry:
+        """The server that takes uploads. Raises SourceError where there is none."""
+        client = self._client
+        return self._registry(client.endpoints(host, PUSH)[0], scope, client.config.attempts)
+
+    async def _pull(self, host: str, repository: str, capability: str, work: Callable[[OrasRegistry], T]) -> T:
+        """What ``work`` makes of the first server that serves it. Raises the registry's own error where none does.
+
+        A mirror gets two tries before the next is asked. Wrong bytes everywhere are fetched once more.
+        """
+        client, scope = self._client, scope_of(repository)
+        endpoints = client.endpoints(host, capability)
+        again = True
+        while True:
+            failures: dict[Endpoint, WeenvError] = {}
+            for endpoint in client.health.order(endpoints, asyncio.get_running_loop().time()):
+                attempts = client.config.attempts if len(failures) == len(endpoints) - 1 else min(2, client.config.attempts)
+                registry = self._registry(endpoint, scope, attempts)
+                try:
+                    found = await self._run(registry, partial(work, registry))
+                except (SourceError, VerificationError) as error:
+                    failures[endpoint] = error
+                    if isinstance(error, UnavailableError | VerificationError):
+                        client.failed(endpoint, error.message, getattr(error, "retry_after", None))
+                    continue
+                client.health.worked(endpoint)
+                return found
+            own = failures[endpoints[-1]]
+            if not (again and any(isinstance(error, VerificationError) for error in failures.values())):
+                raise own
+            again = False
 
     async def _run(self, registry: OrasRegistry, work: Callable[[], T]) -> T:
         def begin(cancel: threading.Event) -> T:
@@ -78,17 +114,22 @@ class Transfer:
 
     async def pull_manifest(self, reference: Reference) -> tuple[bytes, Descriptor]:
         """A manifest's or index's bytes and descriptor, verified. Raises SourceError, VerificationError."""
-        registry = self._registry(reference.host, scope_of(reference.repository))
-        return await self._run(registry, lambda: _pull_manifest(registry, reference))
+        capability = PULL if reference.digest else RESOLVE
+        return await self._pull(
+            reference.host, reference.repository, capability, lambda registry: _pull_manifest(registry, reference)
+        )
 
     async def pull_bytes(self, host: str, repository: str, descriptor: Descriptor, limit: int = MAX_MANIFEST) -> bytes:
         """A small blob (an image config), verified. Raises SourceError, VerificationError."""
         if descriptor.size > limit:
             raise SourceError(f"{descriptor.digest} is larger than {limit} bytes")
-        registry = self._registry(host, scope_of(repository))
-        data = bytearray()
-        await self._run(registry, lambda: _pull_blob(registry, repository, descriptor, data.extend, None))
-        return bytes(data)
+
+        def work(registry: OrasRegistry) -> bytes:
+            data = bytearray()
+            _pull_blob(registry, repository, descriptor, data.extend, None)
+            return bytes(data)
+
+        return await self._pull(host, repository, PULL, work)
 
     async def pull_blob(
         self, host: str, repository: str, descriptor: Descriptor, path: str, progress: Progress | None = None
@@ -97,14 +138,18 @@ class Transfer:
 
         Raises SourceError, VerificationError, StorageError. ``progress`` is called from another thread.
         """
-        registry = self._registry(host, scope_of(repository))
+        counted = _Counted(progress) if progress is not None else None
 
-        def work() -> None:
+        def work(registry: OrasRegistry) -> None:
             with _new_file(path) as file:
-                _pull_blob(registry, repository, descriptor, file.write, progress)
+                try:
+                    _pull_blob(registry, repository, descriptor, file.write, counted)
+                except BaseException:
+                    os.unlink(path)
+                    raise
 
         try:
-            await self._run(registry, work)
+            await self._pull(host, repository, PULL, work)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
@@ -122,7 +167,7 @@ class Transfer:
         0 sends one PUT. Raises SourceError.
         """
         scope = scope_of(repository, "pull,push", also_pull=mount_from)
-        registry = self._registry(host, scope)
+        registry = self._pushed_to(host, scope)
         return await self._run(
             registry, lambda: _push_blob(registry, repository, descriptor, path, mount_from, chunk_size, progress)
         )
@@ -132,7 +177,7 @@ class Transfer:
 
         An empty ``mount_from`` only asks whether it is there, with the authority to push.
         """
-        registry = self._registry(host, scope_of(repository, "pull,push", also_pull=mount_from))
+        registry = self._pushed_to(host, scope_of(repository, "pull,push", also_pull=mount_from))
 
         def work() -> bool:
             container = registry.container(repository, descriptor.digest)
@@ -151,8 +196,21 @@ class Transfer:
 
     async def push_manifest(self, reference: Reference, data: bytes, media_type: str) -> Descriptor:
         """A manifest or index under the reference's digest, else tag. Raises SourceError, VerificationError."""
-        registry = self._registry(reference.host, scope_of(reference.repository, "pull,push"))
+        registry = self._pushed_to(reference.host, scope_of(reference.repository, "pull,push"))
         return await self._run(registry, lambda: _push_manifest(registry, reference, data, media_type))
+
+
+class _Counted:
+    """Tells a progress what is new, however often a blob is begun again."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._reached = 0
+
+    def __call__(self, position: int) -> None:
+        if position > self._reached:
+            self._progress(position - self._reached)
+            self._reached = position
 
 
 def _new_file(path: str) -> BinaryIO:
@@ -178,7 +236,7 @@ def _fail(registry: OrasRegistry, answer: requests.Response, what: str) -> Sourc
 
 
 def _pull_manifest(registry: OrasRegistry, reference: Reference) -> tuple[bytes, Descriptor]:
-    url = f"{registry.prefix}://{registry.container(reference.repository, reference.target).manifest_url()}"
+    url = registry.url(f"/v2/{reference.repository}/manifests/{reference.target}")
     failures = 0
     give_up = time.monotonic() + registry.config.deadline
     while True:
@@ -223,19 +281,22 @@ def _wait(registry: OrasRegistry, failures: int, failure: UnavailableError) -> N
 
 def _pull_blob(
     registry: OrasRegistry, repository: str, descriptor: Descriptor, write: Callable[[memoryview], Any],
-    progress: Progress | None,
+    reached: Callable[[int], None] | None,
 ) -> None:  # fmt: skip
     position, failures, hasher = 0, 0, hashlib.sha256()
     what = f"{repository}@{descriptor.digest}"
     give_up = time.monotonic() + registry.config.deadline + descriptor.size / registry.config.min_rate
     while True:
-        before = position
+        before, pace = position, Pace(registry.config)
+        reason = "the answer ended early"
         try:
             with registry.open_stream(repository, descriptor.digest, position) as answer:
                 if answer.status_code not in (200, 206):
                     raise _fail(registry, answer, what)
                 skip = position if answer.status_code == 200 else 0  # it ignores Range: read on to where we were
+                began = time.monotonic()
                 while chunk := answer.raw.read1(BLOCK):  # what has come: who drips bytes must not hold us in one call
+                    slow = pace.add(len(chunk), time.monotonic() - began)
                     if registry.cancel.is_set():
                         raise Cancelled
                     if skip:
@@ -245,13 +306,16 @@ def _pull_blob(
                         raise VerificationError(f"longer than the {descriptor.size} bytes of its descriptor", member=what)
                     hasher.update(chunk)
                     _write(write, chunk)
-                    if progress is not None:
-                        progress(len(chunk))
+                    if reached is not None:
+                        reached(position)
                     if time.monotonic() > give_up:
                         raise UnavailableError(f"{registry.host} is too slow in serving {what}")
+                    if slow and position < descriptor.size:
+                        reason = "it is too slow"
+                        break
+                    began = time.monotonic()
             if position == descriptor.size:
                 break
-            reason = "the answer ended early"
         except BROKEN as error:
             reason = explain(error)
         failures = 1 if position > before else failures + 1
@@ -272,7 +336,8 @@ def _write(write: Callable[[memoryview], Any], chunk: bytes) -> None:
 
 
 def _start_mount(registry: OrasRegistry, container: Any, digest: str, mount_from: str) -> requests.Response:
-    url = f"{registry.prefix}://{container.upload_blob_url()}?mount={digest}&from={mount_from}"
+    url = f"{registry.prefix}://{container.upload_blob_url()}"
+    url += f"{'&' if '?' in url else '?'}mount={digest}&from={mount_from}"
     return registry.do_request(url, "POST", headers={"Content-Length": "0"})
 
 
@@ -328,7 +393,7 @@ def _push_manifest(registry: OrasRegistry, reference: Reference, data: bytes, me
     descriptor = Descriptor(media_type, digests.sha256(data), len(data))
     if reference.digest and reference.digest != descriptor.digest:
         raise VerificationError(f"the manifest to push has digest {descriptor.digest}", member=str(reference))
-    url = f"{registry.prefix}://{registry.container(reference.repository, reference.target).manifest_url()}"
+    url = registry.url(f"/v2/{reference.repository}/manifests/{reference.target}")
     answer = registry.do_request(url, "PUT", data=data, headers={"Content-Type": media_type})
     if answer.status_code == 404:
         raise NotFoundInSource(f"{registry.host} does not take {reference}{_complaint(answer)}")

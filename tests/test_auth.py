@@ -285,7 +285,7 @@ async def test_token_is_renewed_before_it_expires(monkeypatch: pytest.MonkeyPatc
         async with client(sim) as c:
             blob = RegistrySource(c, sim.host, "a", digest, len(BLOB))
             await blob.read(0, 10)
-            key = (sim.host, scope_of("a"))
+            key = (f"http://{sim.host}", scope_of("a"))
             old = c.auth._headers[key].value
             refusals = sim.count("registry")
             while c.auth._headers[key].value == old:

@@ -143,13 +143,17 @@ async def test_nobody_listens() -> None:
 
 
 @pytest.mark.parametrize("fault", [simulated.wrong_range, simulated.encoded])
-async def test_an_answer_to_another_question_is_an_error(fault: simulated.Fault) -> None:
+async def test_an_answer_to_another_question_is_asked_again_and_then_an_error(fault: simulated.Fault) -> None:
     async with SimulatedRegistry() as sim:
-        sim.script.append(fault)
         r = rig(sim)
         async with r.client:
+            sim.script.append(fault)
+            assert await r.blob.read(1000, 10) == BLOB[1000:1010]
+            assert len(sim.seen) == 2
+            sim.script.extend([fault] * QUICK.attempts)
             with pytest.raises(SourceError):
                 await r.blob.read(1000, 10)
+            assert not sim.script
 
 
 async def test_range_ignored() -> None:

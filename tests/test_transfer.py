@@ -69,7 +69,7 @@ async def test_pull_resumes_where_ranges_are_ignored(tmp_path: Path) -> None:
 
 async def test_wrong_bytes_leave_no_file(tmp_path: Path) -> None:
     async with SimulatedRegistry() as sim:
-        sim.script.append(simulated.wrong_bytes)
+        sim.script.extend([simulated.wrong_bytes] * 2)
         target = descriptor(sim)
         longer = Descriptor("x", target.digest, len(BLOB) - 1)
         async with client(sim) as c:

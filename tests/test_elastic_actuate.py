@@ -55,6 +55,13 @@ async def test_what_is_in_force_already_is_not_asked_for(reader: Reader, runtime
     assert runtime.calls == [(KEY, 0.5, None, None)]
 
 
+async def test_a_hundredth_of_a_core_is_a_change(group: Cgroup, reader: Reader, runtime: Runtime) -> None:
+    # In binary, 0.06 - 0.05 is less than 0.01: taken for no change, it would be asked for again and again.
+    for cores in (0.06, 0.05, 0.06):
+        outcome = await change(runtime, reader, KEY, Quota(cores, 256 * MIB), 1.0, RULES)
+        assert outcome.quota.cpu == group.cpu == cores and not outcome.refused
+
+
 async def test_memory_goes_down_apart_from_cpu_going_up(reader: Reader, runtime: Runtime) -> None:
     outcome = await change(runtime, reader, KEY, Quota(2.0, 128 * MIB), 1.0, RULES)
     assert outcome.quota == Quota(2.0, 128 * MIB) and not outcome.refused

@@ -28,8 +28,9 @@ PERIOD = 100_000
 """Microseconds of a quota period, the kernel's default (Documentation/scheduler/sched-bwc.rst)."""
 _LEAST_QUOTA = 1000
 """The kernel takes no less than a millisecond (kernel/sched/core.c, min_cfs_quota_period)."""
-_CPU_ERROR = 0.01
-"""Cores by which a quota read back may differ: systemd rounds them to 10 ms of a second."""
+_CPU_ERROR = 0.009
+"""Cores by which a quota read back may differ: systemd rounds up to 10 ms of a second. Less than the policy's grain of a
+hundredth, which is a change: whoever takes 0.06 for 0.05 never brings it back to its start."""
 _PAGE = 4096
 ATTEMPTS = 3
 """Tries of one change; the next decision is a new one."""
@@ -116,7 +117,8 @@ class Outcome:
     refused: str = ""
 
 
-def _cores_match(asked: float, found: float) -> bool:
+def cores_match(asked: float, found: float) -> bool:
+    """Whether a CPU quota (cores) read back is the one that was asked for."""
     return abs(asked - found) <= max(_CPU_ERROR, 0.01 * asked)
 
 
@@ -126,7 +128,7 @@ async def change(actuator: Actuator, reader: Reader, key: EnvKey, quota: Quota, 
     Raises EnvGone and CgroupGone where the environment has ended, CgroupUnreadable. A refusal is told in the outcome.
     """
     before = reader.limits()
-    cpu = None if _cores_match(quota.cpu, before.cpu) else quota.cpu
+    cpu = None if cores_match(quota.cpu, before.cpu) else quota.cpu
     raised = quota.memory if quota.memory > before.memory else None
     lowered = quota.memory if quota.memory < before.memory - _PAGE else None
     attempts = 0
@@ -180,7 +182,7 @@ async def _apply(
             refused, again = error.message, error.again
         found = reader.limits()
         wrong = []
-        if cpu is not None and not _cores_match(cpu, found.cpu):
+        if cpu is not None and not cores_match(cpu, found.cpu):
             wrong.append(f"{found.cpu:g} cores instead of {cpu:g}")
         if memory is not None and abs(found.memory - memory) > _PAGE:
             wrong.append(f"{found.memory} bytes instead of {memory}")

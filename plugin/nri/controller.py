@@ -20,7 +20,7 @@ from typing import Any
 
 from weenv.core.aio import Background
 from weenv.core.errors import WeenvError
-from weenv.plugin.nri.actuate import Actuator, EnvGone, change
+from weenv.plugin.nri.actuate import Actuator, EnvGone, change, cores_match
 from weenv.plugin.nri.admission import Ledger, NotAdmitted, Request
 from weenv.plugin.nri.cgroups import STAT_EVERY, CgroupGone, CgroupUnreadable, Reader, find
 from weenv.plugin.nri.config import ElasticConfig, without_brake
@@ -341,7 +341,7 @@ class Controller:
         """An owner's own update (docker, the kubelet, ctr) sets limits of its own: they are where we go on from."""
         found = env.reader.limits()
         quota = env.state.quota
-        if abs(found.cpu - quota.cpu) <= max(0.01, quota.cpu * 0.01) and abs(found.memory - quota.memory) < 8192:
+        if cores_match(quota.cpu, found.cpu) and abs(found.memory - quota.memory) < 8192:
             return
         ceiling = env.state.bounds.ceiling
         self._record.event(Kind.DRIFT, env.key, before=[quota.cpu, quota.memory], quota=_finite(found))

@@ -86,7 +86,7 @@ _PARTS = (
 """Of a kernel's package: no drivers of hardware."""
 _BOOT_MODULES = ("9pnet_virtio", "9p", "virtio_pci", "overlay")
 """In the initramfs: what it takes to see the machine's files."""
-MODULES = ("overlay", "fuse", "crc32c_generic", "erofs")
+MODULES = ("overlay", "fuse", "crc32c_generic", "erofs", "virtio_blk", "ext4")
 """Loaded in every guest, where they are modules at all. EROFS finds its checksum by name, which no list of dependencies has."""
 
 PREFIX = f"wk{os.getpid()}."
@@ -283,6 +283,7 @@ for own in tmp var/tmp run; do
 done
 $B mount -t devtmpfs dev $R/dev
 $B rm -f $R/.dockerenv
+{disk}
 {binds}
 $B mkdir -p $R/lib/modules/{release}
 $B mount -o bind {host}{modules} $R/lib/modules/{release}
@@ -354,6 +355,7 @@ def run(
     shares: Sequence[str] = (),
     memory: int = 1024,
     cpus: int = 2,
+    disk: int = 0,
     root: str = "/",
     modules: Sequence[str] = (),
     systemd: bool = False,
@@ -361,14 +363,14 @@ def run(
 ) -> Done:
     """Boot ``kernel``, run a shell script as root, power off.
 
-    ``timeout`` is in seconds and hard; ``memory`` in MiB; ``cpus`` are one in UML whatever is asked for; ``modules`` are loaded
-    besides :data:`MODULES`. With ``systemd`` the script is a service of the system in ``root``, which is the first process.
+    ``timeout`` is in seconds and hard; ``memory`` in MiB; ``cpus`` are one in UML whatever is asked for; ``disk`` is the size in
+    MiB of an ext4 file system at ``/var/tmp``, for what cannot be in memory; ``modules`` are loaded besides :data:`MODULES`. With ``systemd`` the script is a service of the system in ``root``, which is the first process.
     Raises Failed where the guest does not come to the script's end, with all that it wrote.
     """
     prepare(kernel)
     kit = tempfile.mkdtemp(prefix=PREFIX, dir="/tmp")
     try:
-        return _Guest(kernel, kit, root, tuple(shares)).run(
+        return _Guest(kernel, kit, root, tuple(shares), disk).run(
             script, timeout, memory, cpus, [*MODULES, *modules], systemd, environment or {}
         )
     finally:
@@ -376,13 +378,14 @@ def run(
 
 
 class _Guest:
-    def __init__(self, kernel: Kernel, kit: str, root: str, shares: tuple[str, ...]) -> None:
+    def __init__(self, kernel: Kernel, kit: str, root: str, shares: tuple[str, ...], disk: int) -> None:
         self.kernel = kernel
         self.kit = kit
         self.root = os.path.realpath(root)
         self.shares = tuple(os.path.realpath(path) for path in shares)
         own = [str(Path(__file__).parents[2]), sys.prefix, sys.base_prefix, str(TOOLS), kit]
         self.seen = tuple(dict.fromkeys(os.path.realpath(path) for path in own if path != "/usr"))
+        self.disk = disk
         self.token = secrets.token_hex(12)
         # UML's first serial line, or QEMU's second: the first is the console there.
         self.out = "/dev/ttyS1" if kernel.emulated else "/dev/ttyS0"
@@ -428,12 +431,19 @@ class _Guest:
             "release": folder.name,
             "modules": str(folder),
             "load": "\n".join(load),
+            "disk": f"$B mount -t ext4 $R/dev/{'vda' if host else 'ubda'} $R/var/tmp; $B chmod 1777 $R/var/tmp"
+            if self.disk
+            else "",
             "binds": "\n".join(self._binds(host)),
             "start": "/lib/systemd/systemd --unit=weenv-kit.target" if systemd else f"{self.kit}/second",
             "environment": "\n".join(exports),
             "out": self.out,
             "token": self.token,
         }
+        if self.disk:
+            with open(os.path.join(self.kit, "disk"), "wb") as file:
+                file.truncate(self.disk << 20)
+            run_program("mkfs.ext4", "-q", "-E", "lazy_itable_init=1,lazy_journal_init=1", file.name)
         units = os.path.join(self.kit, "etc", "systemd", "system")
         os.makedirs(units if systemd else os.path.join(self.kit, "etc"))
         os.mkdir(os.path.join(self.kit, "new"))
@@ -463,6 +473,9 @@ class _Guest:
     def _uml(self, memory: int) -> list[str]:
         console = ["con=null", "con0=null,fd:1", "ssl=null", "ssl0=null,fd:3"]
         boot = ["rootfstype=hostfs", "rootflags=/h", "ro", f"init={self.kit}/first", "quiet", "panic=-1"]
+        boot.append("seccomp=auto")  # system calls cost half as much as those that ptrace catches
+        if self.disk:
+            boot.append(f"ubd0=/h{self.kit}/disk")
         return ["/usr/bin/linux.uml", "uml_dir=/tmp/", f"mem={memory}M", *console, *boot]
 
     def _qemu(self, memory: int, cpus: int) -> list[str]:
@@ -472,6 +485,8 @@ class _Guest:
         argv += ["-nic", "none", "-kernel", f"{home}/vmlinuz", "-initrd", f"{home}/initrd", "-append"]
         argv.append(f"console=ttyS0 quiet loglevel=4 panic=-1 psi=1 mitigations=off weenv.kit={self.kit}")
         argv += ["-serial", f"file:/h{self.kit}/console", "-serial", f"file:/h{self.kit}/output"]
+        if self.disk:
+            argv += ["-drive", f"file=/h{self.kit}/disk,if=virtio,format=raw,cache=unsafe"]
         for name, path, more in [("root", "", ",readonly=on")] + [(f"share{n}", p, "") for n, p in enumerate(self.shares)]:
             argv += ["-fsdev", f"local,id={name},path=/h{path},security_model=none,multidevs=remap{more}"]
             argv += ["-device", f"virtio-9p-pci,fsdev={name},mount_tag={name}"]

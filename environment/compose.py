@@ -40,6 +40,8 @@ HOST = "weenv.local"
 
 PLAN_LABEL = "dev.weenv.plan"
 """Label of a composed image in containerd: the plan's name."""
+ORIGIN_LABEL = "dev.weenv.origin."
+"""Label of a composed image's manifest, a layer's number after it: ``host/repository`` of one that is not lazy."""
 
 _LEASE_LIFE = 3600
 _SOURCE_KEYS = (LAYER_ANNOTATION, TOC_ANNOTATION)
@@ -244,6 +246,8 @@ async def register(
         stacking = _Stacking(leased, snapshotter, local)
         labels = {"containerd.io/gc.ref.content.config": image.config_digest}
         labels |= {f"containerd.io/gc.ref.content.l.{n}": layer.ref.digest for n, layer in enumerate(image.layers)}
+        ordinary = [(n, layer) for n, layer in enumerate(image.layers) if not layer.lazy and layer.host]
+        labels |= {f"{ORIGIN_LABEL}{n}": f"{layer.host}/{layer.repository}" for n, layer in ordinary}
         snapshot = {f"containerd.io/gc.ref.snapshot.{snapshotter}": image.chain}
         # Side by side: each of these waits for the disk, and none for another. What was begun is ended whatever the others
         # do: a write broken off is an ingest that stays.

@@ -7,6 +7,7 @@ One :class:`Client` is one gRPC channel; ``client.namespace("k8s.io")`` gives a 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import re
 import socket
@@ -185,6 +186,18 @@ class Client:
         finally:
             call.cancel()
 
+    def open(self, path: str, answer: str, *, headers: Sequence[tuple[str, str]] = ()) -> Any:
+        """A bidirectional call of grpc's, to be written to and read from."""
+        return self._method("stream_stream", path, answer)(metadata=tuple(headers))
+
+
+async def _ask(call: Any, message: Any) -> None:
+    """Send a message of a bidirectional call and wait for its answer. Raises AioRpcError."""
+    with contextlib.suppress(asyncio.InvalidStateError):  # the call has ended: reading says how
+        await call.write(message)
+    if await call.read() is grpc.aio.EOF:
+        raise ContainerdError("containerd ended the call early", "UNKNOWN")
+
 
 class Namespaced:
     """containerd's services within one namespace."""
@@ -294,6 +307,33 @@ class Namespaced:
                 raise
             if labels:
                 await self.label_content(digest, labels)
+
+    async def write_content_stream(
+        self, ref: str, chunks: AsyncIterator[bytes], size: int, digest: str, *, labels: Mapping[str, str] | None = None
+    ) -> None:
+        """The same with bytes as they come, ``size`` of them. Raises also what ``chunks`` raises.
+
+        containerd looks at the digest in the end: FAILED_PRECONDITION where it is another. What was begun goes with its lease.
+        """
+        call = self.client.open(f"/{_CONTENT}/Write", "WriteContentResponse", headers=self.headers)
+        write, offset, held = SCHEMA["WriteContentRequest"], 0, bytearray()
+        try:
+            async for chunk in chunks:
+                held += chunk
+                if len(held) >= _WRITE_CHUNK:
+                    await _ask(call, write(action=1, ref=ref, total=size, expected=digest, offset=offset, data=bytes(held)))
+                    offset += len(held)
+                    held.clear()
+            last = write(action=2, ref=ref, total=size, expected=digest, offset=offset, data=bytes(held), labels=labels or {})
+            await _ask(call, last)
+            await call.done_writing()
+        except grpc.aio.AioRpcError as error:
+            if error.code() != grpc.StatusCode.ALREADY_EXISTS:
+                raise _translate(error, "Write", self.client.address) from error
+            if labels:
+                await self.label_content(digest, labels)
+        finally:
+            call.cancel()
 
     async def apply(self, layer: Descriptor, mounts: Sequence[Mount]) -> str:
         """Have containerd unpack a layer of its content store into a mounted snapshot; the diffID of what it unpacked."""

@@ -1,0 +1,174 @@
+"""``weenv image``: what containerd's content store has of images, and fetching what it lacks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from weenv.cli import render
+from weenv.core.errors import WeenvError
+from weenv.core.settings import DEFAULT_CONFIG
+
+if TYPE_CHECKING:
+    from weenv.environment.imagecontent import ImageContent
+    from weenv.environment.runconfig import NodeConfig
+    from weenv.plugin.containerd.client import Namespaced
+
+T = TypeVar("T")
+
+
+def _common(command: Callable[..., None]) -> Callable[..., None]:
+    for option in (
+        click.option("-n", "--namespace", help="containerd's namespace; docker's is moby.  [default: run.namespace]"),
+        click.option("--containerd", "socket", metavar="SOCK", help="containerd's socket.  [default: run.address]"),
+        click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration."),
+        click.option("--json", "as_json", is_flag=True, help="For machines."),
+    ):
+        command = option(command)
+    return command
+
+
+@click.group()
+def image() -> None:
+    """What containerd's content store has of images: lazily pulled ones have no layer in it (docs/docker.md)."""
+
+
+def _with(
+    config_path: str, socket: str | None, namespace: str | None, use: Callable[[Namespaced, NodeConfig], Awaitable[T]]
+) -> T:
+    from weenv.environment.runconfig import load
+    from weenv.plugin.containerd.client import Client
+
+    node = load(config_path, address=socket, namespace=namespace)
+
+    async def run() -> T:
+        async with Client(node.run.address) as client:
+            return await use(client.namespace(node.run.namespace), node)
+
+    return asyncio.run(run())
+
+
+def _json(content: ImageContent) -> dict[str, Any]:
+    return {
+        "name": content.name,
+        "digest": content.digest,
+        "blobs": len(content.blobs),
+        "missing": [blob.descriptor.digest for blob in content.missing],
+        "missing_bytes": content.missing_bytes,
+        "manifests_left_out": list(content.left_out),
+    }
+
+
+@image.command("ls", short_help="List images and how much of each is in the content store.")
+@_common
+def list_images(namespace: str | None, socket: str | None, config_path: str, as_json: bool) -> None:
+    """List the images of a namespace, lazy ones included, with how much of each is in containerd's content store.
+
+    \b
+    Examples:
+      weenv image ls --namespace moby
+      weenv image ls --json | jq -r '.[] | select(.missing_bytes > 0) | .name'
+    """
+    from weenv.environment.imagecontent import look
+
+    async def work(space: Namespaced, _node: NodeConfig) -> list[tuple[ImageContent | None, str, str]]:
+        found: list[tuple[ImageContent | None, str, str]] = []
+        for item in sorted(await space.list_images(), key=lambda item: item.name):
+            try:
+                found.append((await look(space, item), item.name, ""))
+            except WeenvError as error:
+                found.append((None, item.name, error.message))
+        return found
+
+    images = _with(config_path, socket, namespace, work)
+    if as_json:
+        rows = [_json(content) if content else {"name": name, "error": error} for content, name, error in images]
+        render.print_json(rows)
+        return
+    if not images:
+        click.echo("No image in this namespace; docker's is moby (--namespace).")
+        return
+    render.table(
+        ["image", "digest", "size", "of which in the content store"],
+        [
+            (render.escape(name), "-", "-", f"[yellow]{render.escape(error)}[/]")
+            if content is None
+            else (
+                render.escape(name),
+                render.short(content.digest),
+                render.size(total := sum(blob.descriptor.size for blob in content.blobs)),
+                "all" if not content.missing else f"[cyan]{render.size(total - content.missing_bytes)}[/]",
+            )
+            for content, name, error in images
+        ],
+        right=[2, 3],
+    )
+
+
+@image.command("fetch", short_help="Fetch an image's layers into the content store, for docker save and push.")
+@click.argument("images", nargs=-1, metavar="[IMAGE]...")
+@click.option("--all", "everything", is_flag=True, help="Every image of the namespace.")
+@click.option("--check", is_flag=True, help="Fetch nothing; exit 1 where something is missing.")
+@click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry.")
+@_common
+def fetch(
+    images: tuple[str, ...], everything: bool, check: bool, plain_http: tuple[str, ...], namespace: str | None,
+    socket: str | None, config_path: str, as_json: bool,
+) -> None:  # fmt: skip
+    """Fetch the layers of images into containerd's content store, as they are in the registry.
+
+    A lazily pulled image runs without them, but what copies images out of the store needs them: docker save, docker push to
+    another registry, ctr images export, nerdctl save. They stay until the image is removed. IMAGE is a name or ID, as
+    docker takes it. What is there already is not fetched again.
+
+    \b
+    Examples:
+      weenv image fetch --namespace moby team/env:1 && docker save team/env:1 -o env.tar
+      weenv image fetch --namespace moby --check team/env:1
+      weenv image fetch --namespace moby --all
+    """
+    import dataclasses
+
+    from weenv.cli.progress import bar
+    from weenv.environment.imagecontent import Fetcher, find, look
+    from weenv.plugin.snapshotter.config import registry_config
+    from weenv.registry.client import RegistryClient
+
+    if bool(images) == everything:
+        raise click.UsageError("name images, or all of them with --all")
+
+    async def work(space: Namespaced, node: NodeConfig) -> list[tuple[ImageContent, int]]:
+        named = await space.list_images() if everything else [await find(space, text) for text in images]
+        contents = [await look(space, item) for item in named]
+        if check:
+            return [(content, 0) for content in contents]
+        config = registry_config(node.tables)
+        config = dataclasses.replace(config, plain_http=config.plain_http | frozenset(plain_http))
+        total = sum(content.missing_bytes for content in contents)
+        done = 0
+        with bar("fetching layers") as show:
+
+            def report(count: int) -> None:
+                nonlocal done
+                done += count
+                show(done, total)
+
+            async with RegistryClient(config) as client:
+                fetcher = Fetcher(space, client, node.root, report)
+                return [(content, await fetcher.fetch(content)) for content in contents]
+
+    results = _with(config_path, socket, namespace, work)
+    if as_json:
+        render.print_json([{**_json(content), "fetched_bytes": count} for content, count in results])
+    for content, count in results:
+        name, missing = render.plain(content.name), render.counted(len(content.missing), "blob")
+        if check and content.missing:
+            text = f"{name}: {missing} of {len(content.blobs)} missing, {render.size(content.missing_bytes)}"
+            click.echo(f"weenv: {text}\n  weenv image fetch brings them", err=True)
+        elif not as_json:
+            click.echo(f"{name}: " + (f"{missing} fetched, {render.size(count)}" if content.missing else "all there"))
+    if check and any(content.missing for content, _ in results):
+        raise click.exceptions.Exit(1)

@@ -1,0 +1,52 @@
+"""environment/imagecontent.py without containerd: where a blob is looked for. What it does is in integration/test_docker_content.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from weenv.core.digest import sha256
+from weenv.environment.compose import ORIGIN_LABEL
+from weenv.environment.imagecontent import Blob, Fetcher, ImageContent
+from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
+from weenv.registry.manifest import OCI_LAYER_ZSTD, Descriptor
+
+LAYER, MANIFEST = sha256(b"layer"), sha256(b"manifest")
+SOURCE = "containerd.io/distribution.source."
+
+
+def origins(root: Path, name: str, labels: dict[str, str]) -> list[Origin]:
+    blob = Blob(Descriptor(OCI_LAYER_ZSTD, LAYER, 100), MANIFEST, 3, False)
+    content = ImageContent(name, MANIFEST, (blob,), labels={MANIFEST: labels})
+    unused: Any = None
+    return Fetcher(unused, unused, str(root)).origins(content, blob)
+
+
+def test_where_the_node_reads_the_layer_comes_first_then_labels_then_the_name(tmp_path: Path) -> None:
+    here = [Origin("layout", path="/l"), Origin("registry", "r.example:5000", "team/env")]
+    LayerDirs(str(tmp_path)).create(LayerSource(LAYER, 100, 60, 40, sha256(b"toc"), here), b"tail")
+    labels = {
+        f"{ORIGIN_LABEL}3": "other.example/group", f"{ORIGIN_LABEL}1": "wrong.example/group",
+        f"{SOURCE}r.example": "team/env,team/more",
+    }  # fmt: skip
+    assert origins(tmp_path, "r.example:5000/team/env:1", labels) == [
+        *here, Origin("registry", "other.example", "group"), Origin("registry", "r.example", "team/env"),
+        Origin("registry", "r.example", "team/more"),
+    ]  # fmt: skip
+
+
+def test_names_that_are_in_no_registry_are_not_asked_for(tmp_path: Path) -> None:
+    for name in ("weenv.local/plan/task:abc", "moby-dangling@" + LAYER, "Not A Name"):
+        assert origins(tmp_path, name, {}) == [], name
+    assert origins(tmp_path, "docker.io/library/debian:12", {}) == [Origin("registry", "registry-1.docker.io", "library/debian")]
+
+
+def test_labels_that_anybody_may_have_set_are_looked_at(tmp_path: Path) -> None:
+    labels = {f"{ORIGIN_LABEL}3": "http://evil/../x", f"{SOURCE}a b": "x", f"{SOURCE}good.example": "UPPER,,fine"}
+    assert origins(tmp_path, "weenv.local/plan/x:1", labels) == [Origin("registry", "good.example", "fine")]
+
+
+def test_what_is_missing() -> None:
+    blobs = [Blob(Descriptor(OCI_LAYER_ZSTD, sha256(b"%d" % n), 10 + n), MANIFEST, n, n != 1) for n in range(3)]
+    content = ImageContent("x", MANIFEST, tuple(blobs))
+    assert content.missing == (blobs[1],) and content.missing_bytes == 11

@@ -285,7 +285,8 @@ class RegistrySource:
         state.tried.add(place)
         state.reason, state.host = str(error), place.endpoint.name
         if error.retry_after is not None:
-            state.retry_after = min(error.retry_after, state.retry_after if state.retry_after is not None else error.retry_after)
+            known = state.retry_after
+            state.retry_after = error.retry_after if known is None else min(known, error.retry_after)
         if error.blame:
             self.client.failed(place.endpoint, state.reason, error.retry_after)
         fields = {"host": place.endpoint.host, "reason": state.reason}
@@ -493,5 +494,5 @@ class RegistrySource:
 async def _outcome(work: Awaitable[aiohttp.ClientResponse]) -> aiohttp.ClientResponse | Exception:
     try:
         return await work
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001 - judged by whoever gets it
         return error

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncGenerator
-from typing import Protocol
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Protocol
 
 from weenv.core import digest as digests
-from weenv.core.errors import NotFoundInSource, SourceError
+from weenv.core.errors import NotFoundInSource, SourceError, VerificationError
 from weenv.core.regular import regular
 from weenv.registry.client import RegistryClient
 from weenv.registry.ranged import RegistrySource
 
-__all__ = ["BlobSource", "FileSource", "LayoutSource", "OriginLike", "RegistrySource", "open_source"]
+__all__ = ["BlobSource", "FileSource", "LayoutSource", "OriginLike", "RegistrySource", "open_source", "read_checked"]
 
 CHUNK = 1 << 20
 """Bytes per chunk of a local stream."""
@@ -31,6 +31,9 @@ class BlobSource(Protocol):
 
     def stream(self, offset: int, length: int, *, deadline: float | None = None) -> AsyncGenerator[bytes, None]:
         """The same in chunks as they arrive. Close the iterator (``aclosing``) when leaving early."""
+
+    def suspect(self, offset: int, length: int) -> bool:
+        """What was read there is wrong. True where another read may bring other bytes, False where that is no use."""
 
     async def close(self) -> None:
         """Give back what is held open."""
@@ -93,6 +96,10 @@ class FileSource:
             offset += len(chunk)
             yield chunk
 
+    def suspect(self, offset: int, length: int) -> bool:
+        """False: a file that is wrong stays so."""
+        return False
+
     async def close(self) -> None:
         """Close the file."""
         if self._fd >= 0:
@@ -111,10 +118,15 @@ class LayoutSource(FileSource):
             raise SourceError(f"{self.path} has {self.size} bytes, its descriptor says {size}")
 
 
-def open_source(client: RegistryClient, origin: OriginLike, digest: str, size: int) -> BlobSource:
-    """Open one origin of a blob. Raises SourceError or BadReference; a registry is not contacted before the first read."""
+def open_source(
+    client: RegistryClient, origin: OriginLike, digest: str, size: int, *, paced: bool = False
+) -> BlobSource:
+    """Open one origin of a blob. Raises SourceError or BadReference; a registry is not contacted before the first read.
+
+    ``paced``: see :class:`RegistrySource`.
+    """
     if origin.kind == "registry":
-        return RegistrySource(client, origin.host, origin.repository, digest, size)
+        return RegistrySource(client, origin.host, origin.repository, digest, size, paced=paced)
     if origin.kind == "layout":
         return LayoutSource(origin.path, digest, size)
     if origin.kind == "file":
@@ -125,3 +137,27 @@ def open_source(client: RegistryClient, origin: OriginLike, digest: str, size: i
             raise SourceError(f"{origin.path} has {source.size} bytes, {size} were expected")
         return source
     raise SourceError(f"unknown kind of origin: {origin.kind!r}")
+
+
+async def read_checked(
+    source: BlobSource, offset: int, length: int, check: Callable[[bytes], Any], *,
+    deadline: float | None = None, inline: int = 0,
+) -> bytes:  # fmt: skip
+    """Exactly ``length`` bytes from ``offset`` that ``check`` takes, which raises VerificationError.
+
+    It runs in a thread where there are more than ``inline`` bytes.
+
+    Wrong bytes are read again as long as the source may have others. Raises SourceError, VerificationError.
+    """
+    while True:
+        data = await source.read(offset, length, deadline=deadline)
+        try:
+            if length > inline:
+                await asyncio.to_thread(check, data)
+            else:
+                check(data)
+        except VerificationError:
+            if not source.suspect(offset, length):
+                raise
+        else:
+            return data

@@ -38,6 +38,9 @@ class SimulatedSource:
     requests: list[tuple[int, int]] = field(default_factory=list)
     running: int = 0
     most: int = 0
+    doubts: int = 0
+    good_after: int = 0
+    """So many times a source may be suspected before it is no use to ask it again."""
 
     @property
     def size(self) -> int:
@@ -59,6 +62,10 @@ class SimulatedSource:
                 await asyncio.sleep(self.pace)
         finally:
             self.running -= 1
+
+    def suspect(self, offset: int, length: int) -> bool:
+        self.doubts += 1
+        return self.doubts <= self.good_after
 
     async def close(self) -> None:
         return

@@ -49,7 +49,7 @@ from weenv.registry.client import RegistryClient
 from weenv.registry.internal import is_internal
 from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Manifest, parse_manifest
 from weenv.registry.reference import Reference, parse_reference
-from weenv.registry.source import open_source
+from weenv.registry.source import open_source, read_checked
 from weenv.registry.trusted import TrustedHosts
 
 log = logging.getLogger(__name__)
@@ -299,9 +299,10 @@ class Resolver:
             try:
                 source = open_source(self.client, origin, descriptor.digest, descriptor.size)
                 try:
-                    tail = await source.read(
-                        descriptor.toc_offset, descriptor.toc_length, deadline=self._config.resolve_timeout
-                    )
+                    tail = await read_checked(
+                        source, descriptor.toc_offset, descriptor.toc_length, lambda tail: verify_tail_bytes(tail, descriptor),
+                        deadline=self._config.resolve_timeout, inline=_HASH_INLINE,
+                    )  # fmt: skip
                 finally:
                     await source.close()
                 self._metrics.tail_bytes.inc(len(tail))

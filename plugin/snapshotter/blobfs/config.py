@@ -49,7 +49,7 @@ class BlobfsConfig:
     """Ranged reads in flight."""
     range_max: int = 2 << 20
     """Largest ranged read."""
-    deadline: float = 60.0
+    deadline: float = 90.0
     """How long a reader waits for sources that do not answer before it gets EIO."""
     window_max: int = 8 << 20
     """Compressed bytes fetched ahead of a reader that goes forward through a large file."""

@@ -229,7 +229,7 @@ class Daemon:
         found: list[BlobSource] = []
         for origin in origins:
             try:
-                found.append(open_source(self.client, origin, source.digest, source.size))
+                found.append(open_source(self.client, origin, source.digest, source.size, paced=True))
             except WeenvError as error:
                 log.warning("an origin of a layer cannot be used", extra={"layer": source.digest, "error": str(error)})
         return found

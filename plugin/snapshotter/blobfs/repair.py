@@ -20,7 +20,7 @@ from weenv.core.errors import UnavailableError, WeenvError
 from weenv.layer.verify import LayerDescriptor, verify_tail_bytes
 from weenv.plugin.snapshotter.blobfs.layers import DamagedTail
 from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
-from weenv.registry.source import BlobSource
+from weenv.registry.source import BlobSource, read_checked
 
 log = logging.getLogger(__name__)
 
@@ -94,9 +94,10 @@ class TailRepair:
         try:
             for one in sources:
                 try:
-                    tail = await one.read(source.toc_offset, source.toc_length, deadline=self._deadline)
-                    await asyncio.to_thread(verify_tail_bytes, tail, descriptor)
-                    return tail
+                    return await read_checked(
+                        one, source.toc_offset, source.toc_length, lambda tail: verify_tail_bytes(tail, descriptor),
+                        deadline=self._deadline,
+                    )  # fmt: skip
                 except WeenvError as error:
                     failure = error
         finally:

@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
+import random
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import aclosing
 from enum import Enum
 from functools import partial
@@ -49,6 +50,8 @@ from weenv.plugin.snapshotter.fetch.flight import (
 )
 from weenv.plugin.snapshotter.fetch.planner import span
 from weenv.plugin.snapshotter.fetch.twoqueues import TwoQueues
+from weenv.plugin.snapshotter.fetch.whole import Cutter, WholeLayers
+from weenv.registry.ranged import RangesIgnored
 
 log = logging.getLogger(__name__)
 
@@ -105,6 +108,9 @@ class Fetcher:
         ]
         for thread in self._decoders:
             thread.start()
+        self._whole = WholeLayers(
+            self._lock, self._queue_decode, lambda flights: self._hold(flights, FILL), self._retry, self._arrived
+        )
         self._watchdog = self._loop.create_task(self._watch())
 
     @property
@@ -148,7 +154,7 @@ class Fetcher:
             left = -1 if refused else waiter.left
             if refused:
                 waiter.left = -1
-            self._expect(layer, ahead)
+            self._plan(layer, ahead, AHEAD)
             wake = not self._woken
             self._woken = True
             if flush:
@@ -162,31 +168,37 @@ class Fetcher:
         elif left < 0:
             waiter.fail(errno.EIO)
 
-    def _expect(self, layer: FetchLayer, frames: Iterable[int]) -> None:
-        """Queue read-ahead. The latest guess goes first: it is about what is read now, the others about what was. Locked."""
+    def _plan(self, layer: FetchLayer, frames: Iterable[int], priority: int) -> None:
+        """Queue what nobody waits for and is not under way. Locked.
+
+        Of read-ahead the latest guess goes first, whoever made it: it is about what is read now, the others about what was.
+        The fill goes in turn.
+        """
         states, flights, fresh = layer.presence.states, layer.flights, []
         for frame in frames:
             if frame not in flights and not states[frame]:
-                flights[frame] = flight = Flight(layer, frame, AHEAD)
+                flights[frame] = flight = Flight(layer, frame, priority)
                 fresh.append(flight)
-        self._queues[AHEAD].extendleft(reversed(fresh))
+        if priority == AHEAD:
+            self._queues[AHEAD].extendleft(reversed(fresh))
+        else:
+            self._queues[priority].extend(fresh)
 
     def want(self, layer: FetchLayer, frames: Iterable[int], priority: int, waiter: Waiter | None = None) -> None:
         """Fetch ``frames`` at ``priority`` AHEAD or FILL; failures are dropped silently, unless a ``waiter`` is told."""
-        states, flights = layer.presence.states, layer.flights
+        frames = list(frames)
+        flights = layer.flights
         with self._lock:
-            for frame in frames:
-                if states[frame]:
-                    continue
-                flight = flights.get(frame)
-                if flight is None:
-                    flights[frame] = flight = Flight(layer, frame, priority)
-                    self._queues[priority].append(flight)
-                if waiter is not None and flight.content is not None:
-                    waiter.pieces[frame] = flight.content
-                elif waiter is not None:
-                    flight.waiters.append(waiter)
-                    waiter.left += 1
+            self._plan(layer, frames, priority)
+            if waiter is not None:
+                for frame in frames:
+                    if (flight := flights.get(frame)) is None:
+                        continue  # it is there
+                    if flight.content is not None:
+                        waiter.pieces[frame] = flight.content
+                    else:
+                        flight.waiters.append(waiter)
+                        waiter.left += 1
             left = -1 if waiter is None else waiter.left
             wake = not self._woken
             self._woken = True
@@ -295,8 +307,7 @@ class Fetcher:
             starts = layer.starts
             begin = starts[seed.frame]
             length = starts[flights[-1].frame + 1] - begin
-            parts: list[bytes | memoryview] = []
-            have, need = 0, starts[seed.frame + 1] - begin
+            cutter = Cutter(starts, seed.frame, flights[-1].frame + 1)
             remaining = self._remaining(flights)
             patience = min(self.settings.stall, remaining)
             async with (
@@ -306,30 +317,21 @@ class Fetcher:
                 async for chunk in chunks:
                     stall.reschedule(self._loop.time() + patience)
                     self.stats.fetched_bytes += len(chunk)
-                    view = memoryview(chunk)
-                    while done < len(flights) and have + len(view) >= need:
-                        take = need - have
-                        data = chunk if not have and take == len(chunk) else b"".join([*parts, view[:take]])
-                        parts, have, view = [], 0, view[take:]
-                        flight = flights[done]
+                    for _, data in cutter.feed(chunk):
                         done += 1
-                        self._queue_decode(flight, data, number)
-                        if done < len(flights):
-                            need = starts[flight.frame + 2] - starts[flight.frame + 1]
-                    if len(view):
-                        if done == len(flights):
-                            break  # more than was asked for
-                        parts.append(view)
-                        have += len(view)
+                        self._queue_decode(flights[done - 1], data, number)
                     if not self._drained.is_set() or (priority == FILL and self._demanded):
                         stall.reschedule(None)
                         await self._hold(flights[done:], priority)
                         stall.reschedule(self._loop.time() + patience)
-            if done < len(flights):
+            if not cutter.done:
                 failure = UnavailableError(
-                    f"{layer.name}: the source sent {have} of {need} bytes of frame {flights[done].frame}"
+                    f"{layer.name}: the source sent {cutter.have} of {cutter.need} bytes of frame {cutter.frame}"
                 )
                 self.stats.error("short")
+        except RangesIgnored as error:
+            self._whole.join(layer, number, error.source, flights[done:])
+            done = len(flights)
         except TimeoutError:
             failure = UnavailableError(f"{layer.name}: the source sent nothing for {self.settings.stall:g} s")
             self.stats.error("stall")
@@ -355,12 +357,19 @@ class Fetcher:
                     self._retry(flight, number, failure, useless=isinstance(failure, NotFoundInSource | UnauthorizedError))
             self._dispatch()
 
-    async def _hold(self, flights: list[Flight], priority: int) -> None:
+    async def _hold(self, flights: Collection[Flight], priority: int) -> None:
         """Pause a ranged read: while decoders are behind, and for a fill while readers wait for something else."""
         await self._drained.wait()
         # Polled: the condition changes in other threads, thousands of times a second while readers read.
-        while priority == FILL and self._demanded and not any(flight.priority == DEMAND for flight in flights):  # noqa: ASYNC110
+        while priority == FILL and self._demanded and not self._wanted(flights):  # noqa: ASYNC110
             await asyncio.sleep(0.005)
+
+    def _wanted(self, flights: Collection[Flight]) -> bool:
+        """Whether a reader waits for any of them."""
+        return any(flight.priority == DEMAND for flight in list(flights))
+
+    def _arrived(self, count: int) -> None:
+        self.stats.fetched_bytes += count
 
     def _remaining(self, flights: list[Flight]) -> float:
         """Seconds that a source may take for its own retries: until the first reader gives up."""
@@ -407,7 +416,7 @@ class Fetcher:
                 fields = {"layer": layer.name, "frame": frame, "source": str(layer.sources[source]), "error": str(error)}
                 layer.went_wrong("digest", error)
                 log.warning("a source sent a bad frame", extra=fields)
-                self._loop_call(partial(self._retry, flight, source, error, useless=True))
+                self._loop_call(partial(self._wrong, flight, source, error))
             except Exception as error:
                 log.exception("a decoder failed", extra={"layer": layer.name, "frame": frame})
                 self._loop_call(partial(self._fail, flight, f"unexpected {error!r}"))
@@ -505,7 +514,13 @@ class Fetcher:
             _, (_, old) = self._memory.popitem(last=False)
             self._memory_bytes -= len(old)
 
-    def _retry(self, flight: Flight, source: int, error: WeenvError, *, useless: bool) -> None:
+    def _wrong(self, flight: Flight, source: int, error: FormatError) -> None:
+        """A frame does not have its digest: the source may have it right from elsewhere, or the next time."""
+        starts = flight.layer.starts
+        begin, end = starts[flight.frame], starts[flight.frame + 1]
+        self._retry(flight, source, error, useless=not flight.layer.sources[source].suspect(begin, end - begin))
+
+    def _retry(self, flight: Flight, source: int, error: WeenvError, *, useless: bool = False) -> None:
         """After a failure: the next source at once, another round after a pause, or the end. Event loop's thread."""
         layer, settings = flight.layer, self.settings
         if source >= 0:
@@ -519,7 +534,8 @@ class Fetcher:
             return
         delay = 0.0
         if all(number in flight.useless or number in flight.tried for number in known):
-            delay = min(settings.backoff * 2.0**flight.rounds, settings.backoff_max)
+            delay = min(settings.backoff * 2.0 ** min(flight.rounds, 20), settings.backoff_max)
+            delay *= random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, no secret
             if isinstance(error, UnavailableError) and error.retry_after is not None:
                 delay = max(delay, error.retry_after)
             flight.rounds += 1
@@ -532,7 +548,7 @@ class Fetcher:
 
     def _requeue(self, flight: Flight) -> None:
         with self._lock:
-            if self._closed:
+            if self._closed or flight.state != PAUSED:  # it has come with a stream meanwhile
                 return
             flight.state = QUEUED
             self._queues[flight.priority].appendleft(flight)
@@ -569,7 +585,8 @@ class Fetcher:
             with self._lock:
                 late = [flight for flight in self._queues[DEMAND] if flight.state == QUEUED and flight.deadline < now]
                 for flight in late:
-                    flight.state = PAUSED  # out of the queue
+                    flight.state = ACTIVE  # out of the queue
+            late += self._whole.late(now)
             for flight in late:
                 self._fail(flight, "every ranged read is taken by a source that does not answer")
 
@@ -581,6 +598,7 @@ class Fetcher:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._whole.close()
         for _ in self._decoders:
             self._work.put(None)
         for thread in self._decoders:

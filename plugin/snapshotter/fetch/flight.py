@@ -50,10 +50,11 @@ class FetchSettings:
     """Largest ranged read for demand and read-ahead (a single larger frame is still one read)."""
     range_limits: tuple[int, int, int] = (2 << 20, 1 << 20, 512 << 10)
     """The same by priority: what a reader waits for shares the line with what is under way, so that is kept short."""
-    deadline: float = 60.0
+    deadline: float = 90.0
     """How long a reader waits for a source that does not answer before it gets EIO."""
-    stall: float = 15.0
-    """A ranged read that brings nothing for so long is given up and tried again."""
+    stall: float = 45.0
+    """A ranged read that brings nothing for so long is given up and tried again. Sources of registries find out sooner, and go
+    on elsewhere; this is for those that do not."""
     backoff: float = 0.2
     """Pause after the first failed round over all sources; doubles each round, up to ``backoff_max``."""
     backoff_max: float = 5.0

@@ -90,6 +90,10 @@ _REMEDIES = {
     "timeout": "is the registry slow? see [snapshotter] resolve_timeout",
 }
 """What to do where the error itself does not say."""
+_BESIDES = {
+    "unauthorized": "a client's own login or pull secret does not reach the snapshotter, see [registry] docker_config",
+}
+"""... and what to know besides what the error says."""
 _PLANS = 256
 _PLAN_TTL = 600.0
 """Images remembered, and for how many seconds: long enough for one pull."""
@@ -422,7 +426,7 @@ class Resolver:
             "layer": layer,
             "chain": "" if layer else key.rpartition(" ")[2],
             "detail": " ".join(detail.split())[:500],
-            "hint": " ".join((hint or _REMEDIES.get(reason, "")).split())[:500],
+            "hint": " ".join("; ".join(filter(None, (hint or _REMEDIES.get(reason, ""), _BESIDES.get(reason)))).split())[:500],
         }
         why = f"{extra['detail'] or REASONS[reason]}\n{extra['hint']}".encode("utf-8", "replace").decode()
         extra = {name: value for name, value in extra.items() if value}

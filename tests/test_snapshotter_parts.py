@@ -19,7 +19,7 @@ from test_service import direct
 
 from weenv.core import digest as digests
 from weenv.core.endpoint import MetricsEndpoint, parse_loopback
-from weenv.core.errors import ConfigError, FormatError, InvalidRequest, LimitError, MountError, StorageError, VerificationError
+from weenv.core.errors import ConfigError, FormatError, LimitError, MountError, StorageError, VerificationError
 from weenv.core.process import only_instance
 from weenv.layer import erofs
 from weenv.layer.encode import encode_layer
@@ -41,7 +41,6 @@ from weenv.plugin.snapshotter.planes.base import (
     encode_attributes,
     variant_of,
 )
-from weenv.plugin.snapshotter.service import _mapped_root
 from weenv.plugin.snapshotter.status import collect
 from weenv_testkit.images import Member, write_tar
 
@@ -156,17 +155,6 @@ def test_usage_and_deletion_of_trees(tmp_path: object) -> None:
 def test_what_cannot_be_deleted_is_an_error() -> None:
     with pytest.raises(OSError, match="cannot delete"):
         disk.delete_trees(["/proc/self/fd"])
-
-
-@pytest.mark.parametrize(("text", "host"), [("0:1000:65536", 1000), ("5:1:2,0:7:1", 7)])
-def test_mapped_roots(text: str, host: int) -> None:
-    assert _mapped_root(text) == host
-
-
-@pytest.mark.parametrize("text", ["", "0:1", "0:x:1", "1:2:3", "0:5:0", "0:99999999999:1"])
-def test_mappings_that_map_no_root(text: str) -> None:
-    with pytest.raises(InvalidRequest):
-        _mapped_root(text)
 
 
 # -- implied directories

@@ -18,12 +18,15 @@ from weenv_testkit.procs import Failed
 
 NAMESPACE_NODE = 2
 """NamespaceMode NODE: the pod shares the host's namespace, so no CNI is needed for the network."""
+EXITED = 2
+"""ContainerState CONTAINER_EXITED."""
 
 SCHEMA = Schema(
     "runtime.v1",
     {
         "ImageSpec": {"image": (1, "string"), "annotations": (2, "map<string,string>"), "user_specified_image": (18, "string")},
-        "PullImageRequest": {"image": (1, "ImageSpec"), "sandbox_config": (3, "PodSandboxConfig")},
+        "AuthConfig": {"username": (1, "string"), "password": (2, "string")},
+        "PullImageRequest": {"image": (1, "ImageSpec"), "auth": (2, "AuthConfig"), "sandbox_config": (3, "PodSandboxConfig")},
         "PullImageResponse": {"image_ref": (1, "string")},
         "ImageStatusRequest": {"image": (1, "ImageSpec"), "verbose": (2, "bool")},
         "Image": {
@@ -31,8 +34,11 @@ SCHEMA = Schema(
             "repo_tags": (2, "repeated string"),
             "repo_digests": (3, "repeated string"),
             "size": (4, "uint64"),
+            "pinned": (8, "bool"),
         },
         "ImageStatusResponse": {"image": (1, "Image")},
+        "ListImagesRequest": {},
+        "ListImagesResponse": {"images": (1, "repeated Image")},
         "RemoveImageRequest": {"image": (1, "ImageSpec")},
         "Empty": {},
         "UInt64Value": {"value": (1, "uint64")},
@@ -48,8 +54,15 @@ SCHEMA = Schema(
             "container_filesystems": (2, "repeated FilesystemUsage"),
         },
         "PodSandboxMetadata": {"name": (1, "string"), "uid": (2, "string"), "namespace": (3, "string")},
-        "NamespaceOption": {"network": (1, "int32"), "pid": (2, "int32"), "ipc": (3, "int32")},
-        "LinuxSandboxSecurityContext": {"namespace_options": (1, "NamespaceOption")},
+        "IDMapping": {"host_id": (1, "uint32"), "container_id": (2, "uint32"), "length": (3, "uint32")},
+        "UserNamespace": {"mode": (1, "int32"), "uids": (2, "repeated IDMapping"), "gids": (3, "repeated IDMapping")},
+        "NamespaceOption": {
+            "network": (1, "int32"),
+            "pid": (2, "int32"),
+            "ipc": (3, "int32"),
+            "userns_options": (5, "UserNamespace"),
+        },
+        "LinuxSandboxSecurityContext": {"namespace_options": (1, "NamespaceOption"), "privileged": (6, "bool")},
         "LinuxPodSandboxConfig": {"cgroup_parent": (1, "string"), "security_context": (2, "LinuxSandboxSecurityContext")},
         "PodSandboxConfig": {
             "metadata": (1, "PodSandboxMetadata"),
@@ -61,7 +74,14 @@ SCHEMA = Schema(
         "RunPodSandboxRequest": {"config": (1, "PodSandboxConfig"), "runtime_handler": (2, "string")},
         "PodSandboxId": {"pod_sandbox_id": (1, "string")},
         "ContainerMetadata": {"name": (1, "string"), "attempt": (2, "uint32")},
-        "LinuxContainerSecurityContext": {"namespace_options": (3, "NamespaceOption")},
+        "LinuxContainerSecurityContext": {"privileged": (2, "bool"), "namespace_options": (3, "NamespaceOption")},
+        "KeyValue": {"key": (1, "string"), "value": (2, "string")},
+        "Mount": {
+            "container_path": (1, "string"),
+            "host_path": (2, "string"),
+            "readonly": (3, "bool"),
+            "propagation": (5, "int32"),
+        },
         "LinuxContainerResources": {
             "cpu_period": (1, "int64"),
             "cpu_quota": (2, "int64"),
@@ -76,6 +96,9 @@ SCHEMA = Schema(
             "metadata": (1, "ContainerMetadata"),
             "image": (2, "ImageSpec"),
             "command": (3, "repeated string"),
+            "args": (4, "repeated string"),
+            "envs": (6, "repeated KeyValue"),
+            "mounts": (7, "repeated Mount"),
             "log_path": (11, "string"),
             "linux": (15, "LinuxContainerConfig"),
         },
@@ -88,6 +111,19 @@ SCHEMA = Schema(
         "ExecSyncRequest": {"container_id": (1, "string"), "cmd": (2, "repeated string"), "timeout": (3, "int64")},
         "ExecSyncResponse": {"stdout": (1, "bytes"), "stderr": (2, "bytes"), "exit_code": (3, "int32")},
         "StopContainerRequest": {"container_id": (1, "string"), "timeout": (2, "int64")},
+        "ContainerStatus": {"id": (1, "string"), "state": (3, "int32"), "exit_code": (7, "int32")},
+        "ContainerStatusResponse": {"status": (1, "ContainerStatus")},
+        "ContainerAttributes": {"id": (1, "string")},
+        "MemoryUsage": {"timestamp": (1, "int64"), "working_set_bytes": (2, "UInt64Value")},
+        "ContainerStats": {
+            "attributes": (1, "ContainerAttributes"),
+            "memory": (3, "MemoryUsage"),
+            "writable_layer": (4, "FilesystemUsage"),
+        },
+        "ContainerStatsResponse": {"stats": (1, "ContainerStats")},
+        "ContainerStatsFilter": {"pod_sandbox_id": (2, "string")},
+        "ListContainerStatsRequest": {"filter": (1, "ContainerStatsFilter")},
+        "ListContainerStatsResponse": {"stats": (1, "repeated ContainerStats")},
     },
 )
 
@@ -139,9 +175,11 @@ class Cri:
 
     # -- images -------------------------------------------------------------------------------------------------
 
-    def pull(self, ref: str) -> str:
-        """PullImage; the image's id."""
+    def pull(self, ref: str, login: tuple[str, str] | None = None) -> str:
+        """PullImage, with user name and password as kubelet sends them; the image's id."""
         request = SCHEMA["PullImageRequest"](image=SCHEMA["ImageSpec"](image=ref))
+        if login is not None:
+            request.auth.username, request.auth.password = login
         return str(self._call("ImageService", "PullImage", request, "PullImageResponse").image_ref)
 
     def image(self, ref: str) -> Any:
@@ -149,6 +187,10 @@ class Cri:
         request = SCHEMA["ImageStatusRequest"](image=SCHEMA["ImageSpec"](image=ref))
         answer = self._call("ImageService", "ImageStatus", request, "ImageStatusResponse")
         return answer.image if answer.HasField("image") else None
+
+    def images(self) -> list[Any]:
+        """ListImages."""
+        return list(self._call("ImageService", "ListImages", SCHEMA["ListImagesRequest"](), "ListImagesResponse").images)
 
     def image_filesystems(self) -> list[Any]:
         """ImageFsInfo: FilesystemUsage of where images are stored."""
@@ -160,30 +202,51 @@ class Cri:
 
     # -- pods ---------------------------------------------------------------------------------------------------
 
-    def run_pod(self, name: str, annotations: Mapping[str, str] | None = None) -> Pod:
-        """RunPodSandbox with the node's network."""
+    def run_pod(
+        self,
+        name: str,
+        annotations: Mapping[str, str] | None = None,
+        *,
+        options: Any = None,
+        handler: str = "",
+        privileged: bool = False,
+    ) -> Pod:
+        """RunPodSandbox, with the node's network where ``options`` (NamespaceOption) do not say otherwise."""
         unique = f"weenv-{name}-{secrets.token_hex(4)}"
-        options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
+        options = options or SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
         config = SCHEMA["PodSandboxConfig"](
             metadata=SCHEMA["PodSandboxMetadata"](name=unique, uid=unique, namespace="weenv-test"),
             annotations=dict(annotations or {}),
             linux=SCHEMA["LinuxPodSandboxConfig"](
                 cgroup_parent=f"/{self._cgroup}/{unique}",  # kubelet would make and remove it
-                security_context=SCHEMA["LinuxSandboxSecurityContext"](namespace_options=options),
+                security_context=SCHEMA["LinuxSandboxSecurityContext"](namespace_options=options, privileged=privileged),
             ),
         )
-        answer = self._call("RuntimeService", "RunPodSandbox", SCHEMA["RunPodSandboxRequest"](config=config), "PodSandboxId")
-        return Pod(answer.pod_sandbox_id, config)
+        request = SCHEMA["RunPodSandboxRequest"](config=config, runtime_handler=handler)
+        return Pod(self._call("RuntimeService", "RunPodSandbox", request, "PodSandboxId").pod_sandbox_id, config)
 
-    def start_container(self, pod: Pod, ref: str, *command: str, cpu: float = 0.0, memory: int = 0) -> str:
+    def start_container(
+        self,
+        pod: Pod,
+        ref: str,
+        *command: str,
+        cpu: float = 0.0,
+        memory: int = 0,
+        mounts: Sequence[Any] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> str:
         """CreateContainer and StartContainer; the container's id. ``cpu`` (cores) and ``memory`` (bytes): limits; 0: none."""
-        options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
+        sandbox = pod.config.linux.security_context
         config = SCHEMA["ContainerConfig"](
             metadata=SCHEMA["ContainerMetadata"](name=f"c-{secrets.token_hex(4)}"),
             image=SCHEMA["ImageSpec"](image=ref),
             command=command,
+            mounts=mounts,
+            envs=[SCHEMA["KeyValue"](key=key, value=value) for key, value in (environment or {}).items()],
             linux=SCHEMA["LinuxContainerConfig"](
-                security_context=SCHEMA["LinuxContainerSecurityContext"](namespace_options=options)
+                security_context=SCHEMA["LinuxContainerSecurityContext"](
+                    namespace_options=sandbox.namespace_options, privileged=sandbox.privileged
+                )
             ),
         )
         config.linux.resources.MergeFrom(resources(cpu, memory))
@@ -205,9 +268,28 @@ class Cri:
             raise Failed(f"{command} ended with {answer.exit_code}: {answer.stderr.decode(errors='replace')}")
         return str(answer.stdout.decode(errors="surrogateescape"))
 
+    def status(self, container: str) -> Any:
+        """ContainerStatus."""
+        request = SCHEMA["ContainerId"](container_id=container)
+        return self._call("RuntimeService", "ContainerStatus", request, "ContainerStatusResponse").status
+
+    def stats(self, container: str) -> Any:
+        """ContainerStats."""
+        request = SCHEMA["ContainerId"](container_id=container)
+        return self._call("RuntimeService", "ContainerStats", request, "ContainerStatsResponse").stats
+
+    def list_stats(self, pod: Pod) -> list[Any]:
+        """ListContainerStats of one pod."""
+        request = SCHEMA["ListContainerStatsRequest"](filter=SCHEMA["ContainerStatsFilter"](pod_sandbox_id=pod.id))
+        return list(self._call("RuntimeService", "ListContainerStats", request, "ListContainerStatsResponse").stats)
+
+    def stop_container(self, container: str, timeout: int = 0) -> None:
+        """StopContainer."""
+        self._call("RuntimeService", "StopContainer", SCHEMA["StopContainerRequest"](container_id=container, timeout=timeout))
+
     def remove_container(self, container: str) -> None:
         """StopContainer without grace, then RemoveContainer."""
-        self._call("RuntimeService", "StopContainer", SCHEMA["StopContainerRequest"](container_id=container))
+        self.stop_container(container)
         self._call("RuntimeService", "RemoveContainer", SCHEMA["ContainerId"](container_id=container))
 
     def remove_pod(self, pod: Pod) -> None:

@@ -73,11 +73,16 @@ def free_port() -> int:
 class Registry:
     """A running registry; a context manager. ``host`` is ``127.0.0.1:port``; ``root`` where it keeps its blobs.
 
+    ``login`` (user name, bcrypt hash of a password) makes it a private one, ``root`` one that serves what another was pushed.
     ``docker-registry`` writes one line to its log when it has answered; :meth:`requests` waits until the log is quiet.
     """
 
-    def __init__(self, directory: str, *, root: str | None = None, address: str | None = None) -> None:
+    def __init__(
+        self, directory: str, *, root: str | None = None, address: str | None = None, login: tuple[str, str] | None = None
+    ) -> None:
         self.directory = directory
+        self._login = login
+        os.makedirs(directory, exist_ok=True)
         self.root = root or os.path.join(directory, "storage")
         os.makedirs(self.root, exist_ok=True)
         self.host = address or f"127.0.0.1:{free_port()}"
@@ -89,13 +94,18 @@ class Registry:
         path = os.path.join(self.directory, "registry.yml")
         with open(path, "w") as file:
             file.write(_CONFIG.format(root=json.dumps(self.root), address=json.dumps(self.host)))
+            if self._login is not None:
+                users = os.path.join(self.directory, "htpasswd")
+                with open(users, "w") as table:
+                    table.write(":".join(self._login) + "\n")
+                file.write(f"auth:\n  htpasswd: {{realm: test, path: {json.dumps(users)}}}\n")
         environment = {"PATH": os.environ["PATH"], "OTEL_TRACES_EXPORTER": "none"}
         self._process = Process("docker-registry", [tools.docker_registry(), "serve", path], self.log, environment)
         self._process.wait_ready(self._answers)
 
     def _answers(self) -> bool:
         try:
-            return self._call("GET", "/v2/")[0] == 200
+            return self._call("GET", "/v2/")[0] == (200 if self._login is None else 401)
         except OSError:
             return False
 

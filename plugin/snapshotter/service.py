@@ -37,14 +37,12 @@ from weenv.core.errors import InvalidRequest, SnapshotExists, SnapshotInUse, Sna
 from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF, Kind, Mount, SnapshotInfo, Usage
 from weenv.plugin.snapshotter import disk
 from weenv.plugin.snapshotter.filters import compile_filters
+from weenv.plugin.snapshotter.idmap import LABEL_GID_MAPPING, LABEL_UID_MAPPING, IdMapping, MappedLowers, mapping_of
 from weenv.plugin.snapshotter.metastore import Metastore, Snapshot
 from weenv.plugin.snapshotter.mounts import bind_mount, overlay_mount, overlay_options
 from weenv.plugin.snapshotter.spares import SpareDirectories, make_directory
 
 log = logging.getLogger(__name__)
-
-LABEL_UID_MAPPING = "containerd.io/snapshot/uidmapping"
-LABEL_GID_MAPPING = "containerd.io/snapshot/gidmapping"
 
 TRANSITIONS: dict[tuple[str, Kind | None], Kind | None] = {
     ("Prepare", None): Kind.ACTIVE,
@@ -163,6 +161,8 @@ class Snapshotter:
         self._usages: dict[int, tuple[float, Usage]] = {}
         self._measuring: SingleFlight[int, Usage] = SingleFlight()
         self._walkers = ThreadPoolExecutor(2, thread_name_prefix="walk")
+        self._mapped = MappedLowers(root)
+        self._mapper = ThreadPoolExecutor(1, thread_name_prefix="idmap")  # one: mounting and unmounting keep their order
         self._cleaning = asyncio.Lock()
         self.on_remove: Callable[[], None] = lambda: None
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -173,6 +173,7 @@ class Snapshotter:
         """Stop the helper threads. Nothing is unmounted and nothing deleted."""
         self._spares.close()
         self._walkers.shutdown(wait=False, cancel_futures=True)
+        self._mapper.shutdown(wait=True, cancel_futures=True)
 
     def check_root(self) -> None:
         """Raises UnavailableError where the root directory is not the one that this process began with.
@@ -240,15 +241,54 @@ class Snapshotter:
             await self.layers.ensure(lower.layers)
         raise UnavailableError(f"the layers below {parent!r} do not stay mounted")
 
-    def _describe(self, kind: Kind, number: int, lower: _Lower | None) -> list[Mount]:
+    def _describe(self, kind: Kind, number: int, lower: _Lower | None, *, mapped: bool = False) -> list[Mount]:
         if lower is None:
             return [bind_mount(self._path(number, "fs"), writable=kind is Kind.ACTIVE)]
+        paths: Sequence[str] = self._mapped.paths(number, len(lower.paths)) if mapped else lower.paths
+        joined = ":".join(paths) if mapped else lower.joined
         if kind is Kind.ACTIVE:
             upper, work = self._path(number, "fs"), self._path(number, "work")
-            return [overlay_mount(lower.joined, self._options, upper=upper, work=work)]
-        if len(lower.paths) == 1:
-            return [bind_mount(lower.paths[0], writable=False)]
-        return [overlay_mount(lower.joined, self._options)]
+            return [overlay_mount(joined, self._options, upper=upper, work=work)]
+        if len(paths) == 1:
+            return [bind_mount(paths[0], writable=False)]
+        return [overlay_mount(joined, self._options)]
+
+    # user namespaces
+
+    def _mapping(self, lower: _Lower | None, labels: Mapping[str, str]) -> IdMapping | None:
+        """How the ids of the directories below have to be mapped, or None.
+
+        Not where the topmost root belongs to the container's root already: a containerd that was not told that we map ids
+        ("remap-ids") changes the owner of every file in a snapshot of its own first, and sends the labels all the same.
+        """
+        mapping = mapping_of(labels)
+        if mapping is None or lower is None or self._parent_owner(lower) == mapping.root:
+            return None
+        return mapping
+
+    async def _map(self, number: int, lower: _Lower, mapping: IdMapping) -> None:
+        """Have the directories below a snapshot mounted with mapped ids. Raises MountError, UnavailableError."""
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._mapper, self._mapped.attach, number, lower.paths, mapping)
+        except OSError as error:
+            raise UnavailableError(f"ids of the layers below cannot be mapped: {error}") from error
+
+    async def _make(self, kind: Kind, key: str, parent: str, labels: Mapping[str, str]) -> list[Mount]:
+        """A snapshot on top of ``parent``; its ids are mapped first where the labels ask for it."""
+        base, lower = await self._ready(parent)
+        mapping = self._mapping(lower, labels)
+        if mapping is None or lower is None:
+            return self._create(kind, key, base, lower, labels)
+        number = self.store.reserve()
+        try:
+            await self._map(number, lower, mapping)
+            base, lower = await self._ready(parent)
+            return self._create(kind, key, base, lower, labels, mapped=number)
+        except BaseException:
+            self.store.add_trash([number])  # what was, or still is being mounted goes in the next cleanup
+            self.on_remove()
+            raise
 
     # requests
 
@@ -266,11 +306,10 @@ class Snapshotter:
                     raise SnapshotExists(f"target snapshot {target!r} is mounted lazily")
                 if layer_id is not None and _size(key, parent, told := {**labels, LABEL_NOT_LAZY: layer_id}) <= _SNAPSHOT_MAX:
                     labels = told
-            base, lower = await self._ready(parent)
         elif not labels and " sha256:" in key:
             async with self.layers.resolve(labels, key, "", lower.paths if lower else ()):
                 pass  # only to be told of: a client that unpacks without saying what
-        return self._create(Kind.ACTIVE, key, base, lower, labels)
+        return await self._make(Kind.ACTIVE, key, parent, labels)
 
     def prepare_now(self, asked: Sequence[tuple[str, str, Mapping[str, str]]]) -> list[list[Mount] | None]:
         """:meth:`prepare` for many (key, parent, labels), in one transaction, without waiting for anything.
@@ -293,6 +332,8 @@ class Snapshotter:
     def _prepare_now(self, key: str, parent: str, labels: Mapping[str, str], taken: list[int]) -> list[Mount] | None:
         """One of them; the id of the spare directory that it has is added to ``taken``."""
         if not key or not parent or LABEL_SNAPSHOT_REF in labels or (not labels and " sha256:" in key):
+            return None
+        if LABEL_UID_MAPPING in labels or LABEL_GID_MAPPING in labels:
             return None
         try:
             _check_size(key, parent, labels)
@@ -333,17 +374,24 @@ class Snapshotter:
     async def view(self, key: str, parent: str, labels: Mapping[str, str]) -> list[Mount]:
         """A read-only snapshot of ``parent``."""
         _check_size(key, parent, labels)
-        base, lower = await self._ready(parent)
-        return self._create(Kind.VIEW, key, base, lower, labels)
+        return await self._make(Kind.VIEW, key, parent, labels)
 
     def _create(
-        self, kind: Kind, key: str, base: Snapshot | None, lower: _Lower | None, labels: Mapping[str, str]
+        self,
+        kind: Kind,
+        key: str,
+        base: Snapshot | None,
+        lower: _Lower | None,
+        labels: Mapping[str, str],
+        *,
+        mapped: int | None = None,
     ) -> list[Mount]:
+        """Add it, with a directory where it needs one. ``mapped``: its id, for which the directories below are mounted."""
         if not key:
             raise InvalidRequest("a snapshot needs a key")
         made = kind is Kind.ACTIVE or lower is None
-        spare = self._spares.take() if kind is Kind.ACTIVE else None
-        number = self.store.reserve() if spare is None else spare
+        spare = self._spares.take() if kind is Kind.ACTIVE and mapped is None else None
+        number = mapped if mapped is not None else self.store.reserve() if spare is None else spare
         try:
             if made:
                 self._make_directory(number, lower, labels, ready=spare is not None)
@@ -352,7 +400,7 @@ class Snapshotter:
             if made:
                 shutil.rmtree(f"{self.directory}/{number}", ignore_errors=True)
             raise
-        return self._describe(kind, number, lower)
+        return self._describe(kind, number, lower, mapped=mapped is not None)
 
     def _make_directory(self, number: int, lower: _Lower | None, labels: Mapping[str, str], *, ready: bool) -> None:
         home = f"{self.directory}/{number}"
@@ -365,14 +413,15 @@ class Snapshotter:
         except OSError as error:
             raise StorageError(f"cannot make {home}: {error.strerror}", errno=error.errno or 0) from error
 
-    @staticmethod
-    def _owner(lower: _Lower | None, labels: Mapping[str, str]) -> tuple[int, int] | None:
+    def _owner(self, lower: _Lower | None, labels: Mapping[str, str]) -> tuple[int, int] | None:
         """Who owns the new root: the container's root where ids are mapped, else who owns the parent's."""
-        uids, gids = labels.get(LABEL_UID_MAPPING), labels.get(LABEL_GID_MAPPING)
-        if uids or gids:
-            return _mapped_root(uids or ""), _mapped_root(gids or "")
-        if lower is None:
-            return None
+        mapping = mapping_of(labels)
+        if mapping is not None:
+            return mapping.root
+        return None if lower is None else self._parent_owner(lower)
+
+    @staticmethod
+    def _parent_owner(lower: _Lower) -> tuple[int, int]:
         if not lower.owners:
             try:
                 status = os.stat(lower.paths[0])
@@ -389,7 +438,11 @@ class Snapshotter:
         if snapshot.kind is Kind.COMMITTED:
             raise SnapshotInUse(f"snapshot {key!r} is committed, not active")
         _, lower = await self._ready(snapshot.parent)
-        return self._describe(snapshot.kind, snapshot.id, lower)
+        mapping = self._mapping(lower, snapshot.labels)
+        if mapping is not None and lower is not None:
+            await self._map(snapshot.id, lower, mapping)
+            self.store.get(key)
+        return self._describe(snapshot.kind, snapshot.id, lower, mapped=mapping is not None)
 
     async def commit(self, name: str, key: str, labels: Mapping[str, str]) -> None:
         """Turn the active snapshot ``key`` into the committed one called ``name``."""
@@ -499,6 +552,7 @@ class Snapshotter:
             ids = self.store.trash()
             if ids:
                 paths = [f"{self.directory}/{number}" for number in ids]
+                await asyncio.get_running_loop().run_in_executor(self._mapper, self._mapped.detach, ids)
                 await asyncio.get_running_loop().run_in_executor(self._walkers, disk.delete_trees, paths)
                 self.store.forget_trash(ids)
             await self.layers.sweep()
@@ -508,6 +562,7 @@ class Snapshotter:
     def recover(self) -> None:
         """Square the metastore with the directories; called once, before the first request, on the event loop."""
         known = self.store.ids()
+        self._mapped.recover(known)
         strays: list[int] = []
         for name in os.listdir(self.directory):
             if not name.isdigit():
@@ -550,14 +605,3 @@ def _check_size(key: str, parent: str, labels: Mapping[str, str]) -> None:
     size = _size(key, parent, labels)
     if size > _SNAPSHOT_MAX:
         raise InvalidRequest(f"key and labels of {size} bytes; a snapshot may have {_SNAPSHOT_MAX}")
-
-
-def _mapped_root(mapping: str) -> int:
-    """The host id of container id 0 in ``<container>:<host>:<length>[,...]``."""
-    for part in mapping.split(","):
-        numbers = part.split(":")
-        if len(numbers) == 3 and all(number.isdigit() for number in numbers):
-            inside, outside, length = (int(number) for number in numbers)
-            if inside == 0 and length > 0 and outside < 1 << 32:
-                return outside
-    raise InvalidRequest(f"id mapping {mapping[:200]!r} does not map id 0")

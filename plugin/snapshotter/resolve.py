@@ -310,10 +310,6 @@ class Resolver:
                 finally:
                     await source.close()
                 self._metrics.tail_bytes.inc(len(tail))
-                if len(tail) > _HASH_INLINE:
-                    await asyncio.to_thread(verify_tail_bytes, tail, descriptor)
-                else:
-                    verify_tail_bytes(tail, descriptor)
                 return tail
             except (SourceError, VerificationError) as error:
                 failure = error

@@ -1,4 +1,4 @@
-"""Live quotas of real containers, under both containerd lines, on the cgroups that this machine has (v1, pressure in v2's)."""
+"""Live quotas of real containers, under both containerd lines, on the cgroups that the machine has."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from weenv.plugin.nri.cgroups import Reader, find
 from weenv.plugin.nri.config import MIB, MemoryRules
 from weenv.plugin.nri.model import EnvKey, Quota
 from weenv_testkit import tools
-from weenv_testkit.elastic import NAMESPACE, Elastic, plan_with
+from weenv_testkit.elastic import NAMESPACE, V2, Elastic, plan_with
 from weenv_testkit.node import Node
 from weenv_testkit.procs import wait_until
 from weenv_testkit.running import Bench
 from weenv_testkit.store import Store
-
-pytestmark = pytest.mark.soak
-"""Not yet in everybody's way: an emergency was waited for in vain once in a run under load, for a reason that was not found."""
 
 START = 0.05
 """Cores to start with: so few that a burst is held back by its quota even where the machine is busy with other things."""
@@ -38,8 +35,6 @@ BURN = "while :; do if [ -e /tmp/calm ]; then exec sleep 1000; else i=0; while [
 @pytest.fixture(scope="module")
 def module_elastic(module_bench: Bench) -> Iterator[Elastic]:
     """The daemon for the module; tests ask for ``elastic``."""
-    if not os.path.isdir("/sys/fs/cgroup/cpu"):
-        pytest.skip("a machine with cgroup v1's controllers is what these look at")
     with Elastic(module_bench) as running:
         yield running
 
@@ -83,8 +78,9 @@ def test_memory_is_followed_up_and_down(elastic: Elastic, bench: Bench, plan: st
     name = start(bench, plan, grow)
     assert elastic.limit(name) == 64 * MIB
     wait_until("a raise of memory", lambda: elastic.limit(name) > 64 * MIB, LONG)
-    wait_until("all of it to be written", lambda: elastic.number("memory", name, "memory.usage_in_bytes") > 50 * MIB, LONG)
-    assert elastic.number("memory", name, "memory.memsw.limit_in_bytes") >= elastic.limit(name)
+    wait_until("all of it to be written", lambda: elastic.usage(name) > 50 * MIB, LONG)
+    if not V2:
+        assert elastic.number("memory", name, "memory.memsw.limit_in_bytes") >= elastic.limit(name)
     bench.ok("exec", name, "--", "rm", "/dev/shm/x")
     wait_until("the start again", lambda: elastic.limit(name) == 64 * MIB, LONG)
     assert not elastic.events("oom-kill", name)
@@ -133,7 +129,7 @@ def test_an_update_that_the_kernel_refuses(elastic: Elastic, bench: Bench, plan:
     name = start(bench, plan, "head -c 40000000 /dev/zero > /dev/shm/x; sleep 1000")
     row = wait_until("it to be managed", lambda: elastic.row(name), LONG)
     assert row is not None
-    wait_until("its memory", lambda: elastic.number("memory", name, "memory.usage_in_bytes") > 40_000_000, LONG)
+    wait_until("its memory", lambda: elastic.usage(name) > 40_000_000, LONG)
     key = EnvKey(NAMESPACE, name)
 
     async def shrink() -> None:
@@ -260,14 +256,14 @@ def test_who_starts_waits_for_room_or_is_told_there_is_none(elastic: Elastic, be
 
 def test_an_evaluation_gets_back_what_others_were_lent(elastic: Elastic, bench: Bench, plan: str) -> None:
     name = start(bench, plan, BURN)
-    boosted = wait_until("a boost", lambda: (cores := elastic.cores(name)) >= BOOST and cores, LONG)
+    wait_until("a boost", lambda: elastic.cores(name) >= BOOST, LONG)
     most = elastic.top()["node"]["cpu"] - 2 * START
     evaluation = plan_with(bench.plan, f"{{cpu: {{start: {most:g}}}, memory: {{start: 64Mi}}}}")
     out = bench.ok("run", "--rm", "--role", "evaluation", evaluation, "--", "echo", "judged")
     assert out == "judged\n"
     # On a machine that others use as well, the boosted one may look calm first.
     taken = [event for event in elastic.events("quota", name) if event["reason"] in ("taken-back", "calm")]
-    assert taken and taken[0]["quota"][0] < boosted
+    assert taken and taken[0]["quota"][0] < taken[0]["before"][0]
     command = [*bench.argv("admit"), "--cpu", "100m", "--memory", "16Mi", "--", "sh", "-c", "exit 7"]
     assert subprocess.run(command, check=False).returncode == 7
 
@@ -285,7 +281,7 @@ def test_no_shrink_of_ours_kills_or_stops_a_task(elastic: Elastic, bench: Bench)
         'while :; do head -c 20000000 /dev/zero > /tmp/y; [ "$(md5sum < /dev/shm/x)" = "$want" ] || exit 3; echo x; done'
     )
     name = start(bench, free, script, "--memory", "512m", "--cpus", "2")
-    wait_until("its memory", lambda: elastic.number("memory", name, "memory.usage_in_bytes") > 40_000_000, LONG)
+    wait_until("its memory", lambda: elastic.usage(name) > 40_000_000, LONG)
     (row,) = [row for row in json.loads(bench.ok("ps", "--json")) if row["name"] == name]
 
     async def shrink() -> int:

@@ -13,6 +13,8 @@ from weenv_testkit.registry import free_port
 from weenv_testkit.running import NAMESPACE, Bench
 
 ROOT = "/sys/fs/cgroup"
+V2 = os.path.exists(f"{ROOT}/cgroup.controllers")
+"""This machine has cgroup v2 alone."""
 
 SETTINGS = """
 [elastic]
@@ -78,24 +80,29 @@ class Elastic(Daemon):
         ]
 
     def group(self, controller: str, name: str) -> str:
-        """The directory of an environment's cgroup on v1."""
-        return os.path.join(ROOT, controller, self.bench.cgroup, name)
+        """The directory of an environment's cgroup; a controller has a hierarchy of its own on v1."""
+        return os.path.join(ROOT, "" if V2 else controller, self.bench.cgroup, name)
 
     def cores(self, name: str) -> float:
         """The CPU quota that the kernel has; 0: the group is gone."""
-        return self.number("cpu", name, "cpu.cfs_quota_us") / 100_000
+        return self.number("cpu", name, "cpu.max" if V2 else "cpu.cfs_quota_us") / 100_000
 
     def limit(self, name: str) -> int:
         """The memory limit that the kernel has; 0: the group is gone."""
-        return self.number("memory", name, "memory.limit_in_bytes")
+        return self.number("memory", name, "memory.max" if V2 else "memory.limit_in_bytes")
+
+    def usage(self, name: str) -> int:
+        """The memory that is used, page cache included; 0: the group is gone."""
+        return self.number("memory", name, "memory.current" if V2 else "memory.usage_in_bytes")
 
     def number(self, controller: str, name: str, file: str) -> int:
-        """A number from a cgroup file; 0 where it is gone."""
+        """The first number of a cgroup file, -1 for none at all; 0 where it is gone."""
         try:
             with open(os.path.join(self.group(controller, name), file)) as source:
-                return int(source.read())
-        except OSError:
+                first = source.read().split()[0]
+        except (OSError, IndexError):
             return 0
+        return -1 if first == "max" else int(first)
 
 
 def plan_with(plan: str, resources: str) -> str:

@@ -363,8 +363,9 @@ def run(
 ) -> Done:
     """Boot ``kernel``, run a shell script as root, power off.
 
-    ``timeout`` is in seconds and hard; ``memory`` in MiB; ``cpus`` are one in UML whatever is asked for; ``disk`` is the size in
-    MiB of an ext4 file system at ``/var/tmp``, for what cannot be in memory; ``modules`` are loaded besides :data:`MODULES`. With ``systemd`` the script is a service of the system in ``root``, which is the first process.
+    ``timeout`` is in seconds and hard. ``memory`` is in MiB. ``cpus`` are one in UML, whatever is asked for. ``disk`` is the
+    size in MiB of an ext4 file system at ``/var/tmp``, for what cannot be in memory. ``modules`` are loaded besides
+    :data:`MODULES`. With ``systemd`` the script is a service of the system in ``root``, which is the first process.
     Raises Failed where the guest does not come to the script's end, with all that it wrote.
     """
     prepare(kernel)
@@ -421,6 +422,7 @@ class _Guest:
         host = "/host" if self.kernel.emulated else ""
         (folder,) = (self.kernel.home / "lib" / "modules").iterdir()
         load = [f"$B insmod {host}{path} 2>/dev/null" for path in _in_order(self.kernel.home, modules)]
+        device = "vda" if host else "ubda"
         exports = [f"export {name}={shlex.quote(value)}" for name, value in environment.items()]
         values = {
             "busybox": tools.busybox(),
@@ -431,9 +433,7 @@ class _Guest:
             "release": folder.name,
             "modules": str(folder),
             "load": "\n".join(load),
-            "disk": f"$B mount -t ext4 $R/dev/{'vda' if host else 'ubda'} $R/var/tmp; $B chmod 1777 $R/var/tmp"
-            if self.disk
-            else "",
+            "disk": f"$B mount -t ext4 $R/dev/{device} $R/var/tmp\n$B chmod 1777 $R/var/tmp" if self.disk else "",
             "binds": "\n".join(self._binds(host)),
             "start": "/lib/systemd/systemd --unit=weenv-kit.target" if systemd else f"{self.kit}/second",
             "environment": "\n".join(exports),

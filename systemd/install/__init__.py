@@ -1,0 +1,1 @@
+"""What ``weenv install`` puts on a node, and how it is taken away again."""

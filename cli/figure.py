@@ -14,7 +14,7 @@ def new(title: str, width: float, height: float) -> Any:
     except ImportError as error:
         raise WeenvError("drawing needs matplotlib", hint="pip install 'weenv[plot]', or leave --plot out") from error
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(title)
+    figure.suptitle(title, parse_math=False)  # a name is no formula
     return figure
 
 

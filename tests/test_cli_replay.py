@@ -103,7 +103,6 @@ def test_drawing_without_matplotlib_says_what_to_install(
 
 
 def test_drawing(some: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     target = tmp_path / "out.svg"
     assert run(some, "--plot", str(target)) == 0
     assert b"<svg" in target.read_bytes()

@@ -92,6 +92,21 @@ def test_a_trace_is_quota_against_use(config: str, tmp_path: Path) -> None:
         assert isinstance(done.exception, WeenvError) and text in done.exception.message
 
 
+def test_a_trace_can_be_drawn(config: str, tmp_path: Path) -> None:
+    write(tmp_path / "decisions.jsonl", [look("$a_^1$", 0, 0.0), look("$a_^1$", 1, 0.25), look("$a_^1$", 2, 1.0, 0.5)])
+    draw = lambda name: call("elastic", "trace", "--config", config, "$a_^1$", "--plot", str(tmp_path / name))  # noqa: E731
+    done = draw("out.png")
+    assert done.exit_code == 0 and done.output == f"{tmp_path / 'out.png'}\n"
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert draw("out.svg").exit_code == 0
+    text = (tmp_path / "out.svg").read_text()
+    assert text.count("<!-- ") >= 10 and all(
+        f"<!-- {label} -->" in text for label in ("CPU cores", "memory, GiB", "quota", "used")
+    )
+    done = draw("out.nonsense")
+    assert isinstance(done.exception, WeenvError) and ".svg" in done.exception.hint
+
+
 def test_points_survive_bad_lines() -> None:
     bad = [{"t": 1.0}, look("a", 1, float("nan")), look("a", 1, 1.0, quota=None), {**look("a", 1, 1.0), "quota": [1.0]},
            look("a", 2, 1.0), look("a", 2, 0.5), look("a", 1, 9.0), look("a", 3, 9.5, asked="x")]  # fmt: skip

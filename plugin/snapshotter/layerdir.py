@@ -7,7 +7,7 @@
         toc.damaged    a toc that blobfs found damaged and replaced, for whoever wants to look at it
         source.json    what the blob is and where its bytes come from (:class:`LayerSource`)
         facts.json     diffID and implied directories, from ``toc`` (planes/base.py)
-        plain          empty; exists once the kernel reads ``data`` by itself, which must then stay complete
+        evict          empty; ``data`` is to be evicted: the kernel is not to read it by itself (cache/keeper.py)
         meta.erofs     EROFS metadata built from ``toc`` by this node; its one extra device is the tar stream
         meta-<v>.erofs the same with other attributes for implied directories (variant <v>, see the resolver)
         data           the tar stream, sparse: holes where frames are missing (blobfs writes it)
@@ -15,8 +15,8 @@
 
 Who writes: the snapshotter creates the directory under a temporary name with ``toc`` and ``source.json`` in it and
 renames it into place, so a directory that exists has both; it adds ``meta*.erofs`` by rename. blobfs alone creates and
-changes ``data`` and ``present``. Removal: the snapshotter renames the directory to ``<root>/layers/.trash/<name>`` first;
-blobfs keeps serving from the descriptors that it holds open.
+changes ``data``, ``present`` and ``evict`` (so does ``weenv cache prune``, where no blobfs runs). Removal: the snapshotter
+renames the directory to ``<root>/layers/.trash/<name>`` first; blobfs keeps serving from the descriptors that it holds open.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from weenv.core import digest as digests
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import BadReference, FormatError
 
+EVICT = "evict"
+"""A complete layer that has this file in its directory is mounted over blobfs all the same."""
 MUTATIONS = "mutations"
 """``<root>/mutations``: an OCI layout of layers that this node made itself (environment/mutate/cache.py)."""
 CONVERTED = "converted"

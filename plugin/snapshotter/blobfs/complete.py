@@ -75,6 +75,7 @@ class Completion:
                         self.checking = ""
 
     async def _check(self, layer: Layer) -> None:
+        losses = layer.presence.losses
         digest = hashlib.sha256()
         buffer = memoryview(bytearray(min(_PIECE, max(1, layer.size))))
         position = 0
@@ -87,8 +88,8 @@ class Completion:
 
         while position < layer.size:
             await self._yield()
-            if not layer.complete:
-                return  # a frame was lost meanwhile; it will be complete again
+            if not layer.complete or layer.presence.losses != losses:
+                return  # a frame was lost or evicted meanwhile; it will be complete again
             try:
                 count, used = await asyncio.to_thread(piece)
                 if not count:
@@ -99,7 +100,7 @@ class Completion:
             position += count
             if self._share < 1:
                 await asyncio.sleep(used / self._share - used)
-        await asyncio.to_thread(self._verdict, layer, "sha256:" + digest.hexdigest())
+        await asyncio.to_thread(self._verdict, layer, "sha256:" + digest.hexdigest(), losses)
 
     async def _yield(self) -> None:
         fetcher = self._fetcher
@@ -111,8 +112,10 @@ class Completion:
         frames = layer.frames.covering(position, _PIECE)
         layer.take_back(frames, error)
 
-    def _verdict(self, layer: Layer, found: str) -> None:
+    def _verdict(self, layer: Layer, found: str, losses: int) -> None:
         presence = layer.presence
+        if presence.losses != losses:
+            return  # what was hashed may have been a hole
         if found == layer.diff_id:
             solid = present.first_hole(layer.store.fd, 0, layer.size) >= layer.size
             if presence.judge(present.GOOD, solid=solid):

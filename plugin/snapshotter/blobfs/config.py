@@ -28,6 +28,37 @@ class FillConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """``[blobfs.cache]``: how much of the layers' data is kept on disk. Sizes in bytes, times in seconds."""
+
+    high: int = 0
+    """Bytes of layers' data on disk from which on frames are evicted, those not read for longest first; 0: only the disk's own
+    bounds below count."""
+    low: int = 0
+    """Eviction goes down to this, so that it comes seldom and takes much at a time; 0: nine tenths of ``high``."""
+    disk_high: float = 0.8
+    """The same as a share of the file system in use, whoever uses it; 1: no such bound. What is evicted can be fetched again,
+    so it goes before kubelet begins to remove images, at 0.85."""
+    disk_low: float = 0.75
+    """Eviction for the disk's sake goes down to this."""
+    keep: int = 1 << 30
+    """The disk's bounds leave so many bytes of data in any case: a disk that others fill does not turn the cache off."""
+    interval: float = 0.5
+    """Interval at which the bounds are looked at."""
+
+    def __post_init__(self) -> None:
+        for name, low, high in (
+            ("high", 0, 1 << 60), ("low", 0, 1 << 60), ("disk_high", 0.01, 1), ("disk_low", 0.01, 1), ("keep", 0, 1 << 60),
+            ("interval", 0.01, 3600),
+        ):  # fmt: skip
+            if not low <= getattr(self, name) <= high:
+                raise ConfigError(f"blobfs.cache.{name} must be between {low} and {high:g}, not {getattr(self, name)!r}")
+        if self.low > self.high or self.disk_low > self.disk_high:
+            name = "low" if self.low > self.high else "disk_low"
+            raise ConfigError(f"blobfs.cache.{name} must not be greater than {name.replace('low', 'high')}")
+
+
+@dataclass(frozen=True, slots=True)
 class BlobfsConfig:
     """``[blobfs]``. Sizes in bytes, times in seconds."""
 
@@ -65,6 +96,7 @@ class BlobfsConfig:
     sync: float = 30.0
     """Interval between syncs of fetched data, which make it survive a power cut."""
     fill: FillConfig = field(default_factory=FillConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:
         for name in ("root", "mountpoint", "holder_socket", "status_socket"):

@@ -20,10 +20,10 @@ from weenv.core.errors import FormatError, StorageError, VerificationError, Ween
 from weenv.layer.tail import FrameIndex
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.cache.present import BAD, Presence, lost_frames
-from weenv.plugin.snapshotter.cache.store import DataStore
+from weenv.plugin.snapshotter.cache.store import DataStore, hold
 from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, give_back, spool
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer
-from weenv.plugin.snapshotter.fetch.planner import ReadAhead
+from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.registry.source import BlobSource
 
@@ -72,11 +72,20 @@ class Layer(FetchLayer):
         self.identity = identity
         """Device and inode of the layer's directory: another directory of the same name is another cache."""
         self.read_ahead = ReadAhead(self.starts, presence.states, self.flights.__contains__)
+        self.touched = bytearray(len(presence))
+        """A byte for each frame: 1 where it was read since the last period of the cache's clock ended (cache/evict.py)."""
+        self.ages = bytearray(len(presence))
+        """... and how many periods ago it was read, as of then. Belongs to whoever evicts."""
         self._close_sources = close_sources
         self.last_used = 0.0
         self.first_used = 0.0
         self.extents_asked = False
         self.healed_at = 0.0
+
+    @property
+    def digest(self) -> str:
+        """The blob's digest."""
+        return self.source.digest
 
     @property
     def memory(self) -> int:
@@ -260,6 +269,22 @@ class LayerTable:
         self.over()
         return count
 
+    def fit(self, layer: Layer) -> bool:
+        """Read-ahead's tables of ``layer`` have just been loaded: where they are too much for ``memory_max``, it does without.
+
+        A TOC of four million files, which nobody made in order to be read, has some 160 MB of them, an image a hundred layers.
+        """
+        self.trim(keep=layer)
+        if self.memory() <= self.memory_max:
+            return True
+        size = layer.read_ahead.extents.memory
+        layer.read_ahead.extents = Extents.none()
+        log.warning(
+            "no read-ahead for a layer: the tables of open layers take all the memory that they may",
+            extra={"layer": layer.name, "bytes": size, "hint": "raise [blobfs] layers_memory, if the image is worth it"},
+        )
+        return False
+
     def refuse(self, layer: Layer, reason: str) -> None:
         """Serve ``layer`` no more: its presence file says BAD, so it will not be opened again either."""
         self.bad[layer.source.digest] = reason
@@ -316,14 +341,9 @@ class LayerTable:
         if index is None:
             return None
         # The present file is looked at first: creating ``data`` anew must not make an old one look valid.
-        presence = Presence.open(path, index.frames.content_sizes, index.stream_size)
-        if presence.verdict == BAD:
-            presence.close()
-            reason = f"its content does not have the diffID {index.diff_id}"
-            self.bad[source.digest] = reason
-            raise BadLayer(reason, member=source.digest, hint="remove the image; whoever published it must mend it")
-        self.bad.pop(source.digest, None)
-        store = DataStore.open(os.path.join(path, "data"), index.stream_size)
+        with hold(os.path.join(path, "data")):  # nothing is punched out between the two
+            presence = Presence.open(path, index.frames.content_sizes, index.stream_size)
+            store = self._open_data(path, index, presence, source)
         sources = self._open_sources(source, source.origins)
         identity = (found.st_dev, found.st_ino)
         layer = Layer(source, path, index, presence, store, sources, identity, self._close_sources)
@@ -336,6 +356,15 @@ class LayerTable:
         if isinstance(layer.frames, MappedFrames):
             give_back()
         return layer
+
+    def _open_data(self, path: str, index: FrameIndex, presence: Presence, source: LayerSource) -> DataStore:
+        if presence.verdict == BAD:
+            presence.close()
+            reason = f"its content does not have the diffID {index.diff_id}"
+            self.bad[source.digest] = reason
+            raise BadLayer(reason, member=source.digest, hint="remove the image; whoever published it must mend it")
+        self.bad.pop(source.digest, None)
+        return DataStore.open(os.path.join(path, "data"), index.stream_size)
 
     def _read_index(self, path: str, source: LayerSource) -> FrameIndex | None:
         """The layer's frames from its stored tail; None where the directory is gone. Raises DamagedTail, WeenvError."""

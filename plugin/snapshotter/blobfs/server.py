@@ -36,6 +36,8 @@ MAX_READAHEAD: Final = 16 << 20
 """An upper bound only: the backing device's read_ahead_kb decides."""
 
 _HEAD: Final = wire.OUT_HEADER.size
+_READ_MAX: Final = 5.0
+"""Seconds that eviction waits for a thread which reads from the disk."""
 LATENCY_BOUNDS: Final = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 """Upper bounds of the histogram of how long readers waited for missing data, in seconds."""
 
@@ -52,6 +54,8 @@ class ServeStats:
     errors: dict[str, int] = field(default_factory=dict)
     waits: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
     wait_seconds: float = 0.0
+    layer: Layer | None = None
+    """The layer whose marks this thread is relying on, between looking at them and having read ``data``."""
 
     def error(self, kind: str) -> None:
         """Count an error."""
@@ -142,10 +146,10 @@ class Server:
         """READs that wait for data, by ``unique``."""
         self.parked: dict[int, tuple[int, bytes]] = {}
         """Requests, with their thread ids, that wait for a layer's tail, by ``unique``; whoever takes one out answers it."""
-        self._on_damage = on_damage
+        self.on_damage = on_damage
         self._quiet: dict[str, float] = {}  # when a layer that cannot be opened may be complained of again
         self._on_init = on_init
-        self._on_miss = on_miss
+        self.on_miss = on_miss
         self._on_end = on_end
         self._waits = ServeStats()
         self._waits_lock = threading.Lock()
@@ -192,6 +196,7 @@ class Server:
         minimum = wire.READ_REQUEST.size
         ahead_lock = self._ahead_lock
         while True:
+            stats.layer = None
             try:
                 size = readv(fuse, [buffer])
             except OSError as error:
@@ -224,7 +229,12 @@ class Server:
             first = bisect_right(contents, offset) - 1
             end = bisect_left(contents, offset + length, first)
             layer.last_used = monotonic()
+            if end - first == 1:
+                layer.touched[first] = 1
+            else:
+                layer.touched[first:end] = b"\1" * (end - first)
             presence = layer.presence
+            stats.layer = layer  # from here on nothing is punched out that is marked now
             if presence.missing:
                 with ahead_lock:
                     ahead = layer.read_ahead.observe(first, end, offset, length)
@@ -261,6 +271,30 @@ class Server:
         if error.errno not in (errno.ENOENT, errno.ENODEV, errno.EBADF):
             log.error("cannot answer a FUSE request", extra={"error": str(error)})
 
+    # -- data that is about to be evicted ---------------------------------------------------------------------------------
+
+    def in_use(self, layer: Layer) -> set[int]:
+        """The frames of ``layer`` that readers wait with or for, and those that are on their way. Any thread."""
+        found = set(layer.flights)
+        for pending in list(self.waiting.values()):
+            if pending.layer is layer:
+                found.update(range(pending.first, pending.end))
+        return found
+
+    def quiet(self, layer: Layer) -> bool:
+        """Wait until no thread reads ``data`` of ``layer`` on the strength of marks from before the call. Any other thread.
+
+        False where one does not come to an end: its disk hangs.
+        """
+        end = time.monotonic() + _READ_MAX
+        for stats in self.stats:
+            number = stats.requests
+            while stats.layer is layer and stats.requests == number:
+                if time.monotonic() > end:
+                    return False
+                time.sleep(0.0002)
+        return True
+
     # -- data that is missing -----------------------------------------------------------------------------------------
 
     def _miss(
@@ -271,7 +305,7 @@ class Server:
         if not layer.extents_asked:
             layer.extents_asked = True
             layer.first_used = pending.since
-            self._on_miss(layer)
+            self.on_miss(layer)
         self.fetcher.request(layer, range(first, end), pending, ahead)
 
     def answered(self, pending: PendingRead, code: int = 0) -> None:
@@ -318,10 +352,10 @@ class Server:
 
     def _park(self, damage: DamagedTail, unique: int, pid: int, message: memoryview) -> bool:
         """Keep a request until its layer's tail has been fetched again; False where nobody would do that."""
-        if self._on_damage is None:
+        if self.on_damage is None:
             return False
         self.parked[unique] = (pid, bytes(message))
-        self._on_damage(damage, unique)
+        self.on_damage(damage, unique)
         return True
 
     def resume(self, unique: int) -> None:
@@ -329,27 +363,64 @@ class Server:
         parked = self.parked.pop(unique, None)
         if parked is None:
             return  # its reader was killed meanwhile
-        stats = self._waits
-        message = memoryview(parked[1])
-        if message[4] != wire.READ:
-            self._other(message, stats, park=False)
+        self.carry_out(memoryview(parked[1]), self._waits, again=True)
+
+    def carry_out(self, message: memoryview, stats: ServeStats, *, again: bool = False, most: int = MAX_READ) -> None:
+        """Carry out one request, wherever it comes from. Blocks on the disk; any thread that has ``stats`` of its own.
+
+        ``again``: it has waited for a tail, so one that is damaged is an error now; ``stats`` may be anybody's then. READs
+        give ``most`` bytes.
+        """
+        if len(message) < wire.READ_REQUEST.size or message[4] != wire.READ:
+            self._other(message, stats, park=not again)
             return
         _, _, unique, nodeid, _, _, pid, _, _, _, offset, length = wire.READ_REQUEST.unpack_from(message)
         node = self.table.nodes.get(nodeid)
         if node is None:
             self.send([wire.reply_error(unique, errno.ESTALE)])
             return
-        layer = node.layer or self._reopened(node, unique, pid, stats)
+        layer = node.layer or self._reopened(node, unique, pid, stats, None if again else message)
         if layer is None:
             return
-        length = min(length, layer.size - offset, MAX_READ)
+        length = min(length, layer.size - offset, most)
         if length <= 0:
             self.send([wire.reply(unique)])
             return
         first = bisect_right(layer.contents, offset) - 1
         end = bisect_left(layer.contents, offset + length, first)
         layer.last_used = time.monotonic()
-        self._miss(layer, unique, pid, offset, length, first, end, [])
+        layer.touched[first:end] = b"\1" * (end - first)
+        ahead: list[int] = []
+        if not again:
+            stats.reads += 1
+            stats.layer = layer  # from here on nothing is punched out that is marked now
+            try:
+                if layer.presence.missing:
+                    with self._ahead_lock:
+                        ahead = layer.read_ahead.observe(first, end, offset, length)
+                if layer.presence.states.find(0, first, end) < 0 and self._present(layer, unique, offset, length, stats):
+                    if ahead:
+                        self.fetcher.want(layer, ahead, AHEAD)
+                    return
+            finally:
+                stats.layer = None
+        self._miss(layer, unique, pid, offset, length, first, end, ahead)
+
+    def _present(self, layer: Layer, unique: int, offset: int, length: int, stats: ServeStats) -> bool:
+        """Answer from ``data``; False, and the frames are missing, where it cannot be read."""
+        try:
+            content = os.pread(layer.store.fd, length, offset)
+            if len(content) != length:
+                raise OSError(errno.EIO, f"data is short: {len(content)} of {length} bytes at {offset}")
+        except OSError as error:
+            stats.error("data")
+            first = bisect_right(layer.contents, offset) - 1
+            layer.take_back(range(first, bisect_left(layer.contents, offset + length, first)), error)
+            return False
+        stats.hits += 1
+        stats.served_bytes += length
+        self.send([wire.reply(unique, content)])
+        return True
 
     def release_killed(self) -> int:
         """Let go of requests whose readers are being killed; returns how many. To be called every second or so.

@@ -48,6 +48,7 @@ from numpy.typing import NDArray
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import FormatError
 from weenv.layer.limits import DEFAULT_LIMITS
+from weenv.plugin.snapshotter.layerdir import EVICT
 
 MAGIC: Final = b"WEENVPRS"
 VERSION: Final = 2
@@ -150,6 +151,15 @@ def is_complete(layer_dir: str) -> bool:
     return not found.solid or not _has_hole(os.path.join(layer_dir, _DATA), found.stream_size)
 
 
+def is_whole(layer_dir: str) -> bool:
+    """True where the layer is complete and may be read without blobfs; it stays complete while somebody has ``data`` open.
+
+    So who mounts or reads ``data`` by itself must have it open (:func:`~weenv.plugin.snapshotter.cache.store.hold`) before
+    this is asked. False, too, where the layer is about to be evicted (``evict`` in the layer directory).
+    """
+    return is_complete(layer_dir) and not os.path.exists(os.path.join(layer_dir, EVICT))
+
+
 def is_bad(layer_dir: str) -> bool:
     """True where the whole stream was found not to have its diffID (:data:`BAD`); never raises."""
     try:
@@ -201,6 +211,12 @@ def lost_frames(fd: int, sizes: NDArray[np.uint32], states: bytearray) -> list[i
     return sorted(set(lost))
 
 
+def table(layer_dir: str) -> tuple[NDArray[np.uint32], int] | None:
+    """The frames' content sizes and the size of the stream, from ``present`` alone; None where it says nothing usable."""
+    found = _read(layer_dir)
+    return None if found is None else (found.sizes, found.stream_size)
+
+
 def progress(layer_dir: str) -> tuple[int, int]:
     """Bytes of the tar stream that ``data`` holds, and the size of the whole; ``(0, 0)`` where nothing is known."""
     found = _read(layer_dir)
@@ -241,21 +257,24 @@ class Presence:
         self._lock = threading.Lock()
         self._missing = len(sizes)
         self._volatile = 0
+        self.losses = 0
+        """How often frames were taken back: who looked at all of ``data`` meanwhile has not seen one state of it."""
         self._taken_back: set[int] = set()
 
     @classmethod
-    def open(cls, layer_dir: str, sizes: NDArray[np.uint32], stream_size: int) -> Presence:
+    def open(cls, layer_dir: str, sizes: NDArray[np.uint32], stream_size: int, *, look: bool = True) -> Presence:
         """Load what holds for this boot from ``layer_dir``, and begin a new file where there is none that fits.
 
         ``sizes`` are the frames' content sizes. A file that cannot be written (full disk) is no error. Marks of frames that
-        ``data`` has not are taken back, and ``damage`` says so.
+        ``data`` has not are taken back, and ``damage`` says so; not with ``look`` false, for who is alone with ``data``
+        (:meth:`DataStore.alone`) and would wait for itself.
         """
         presence = cls(sizes, stream_size, os.path.join(layer_dir, _NAME))
         try:
             found = _load(layer_dir)
             if found.stream_size != stream_size or not np.array_equal(found.sizes, sizes):
                 raise FormatError("the present file is about other frames")
-            presence._take(found, os.path.join(layer_dir, _DATA))
+            presence._take(found, os.path.join(layer_dir, _DATA) if look else "")
         except FileNotFoundError:
             pass
         except (OSError, FormatError) as error:
@@ -264,10 +283,10 @@ class Presence:
         return presence
 
     def _take(self, found: _Found, data: str) -> None:
-        """Believe what ``found`` says as far as ``data`` bears it out. Raises OSError, FormatError."""
+        """Believe what ``found`` says as far as ``data`` (a path, or empty) bears it out. Raises OSError, FormatError."""
         self.verdict, self._solid = found.verdict, found.solid
         states = found.states
-        if states.count(MISSING) < len(states):
+        if data and states.count(MISSING) < len(states):
             try:
                 fd = os.open(data, os.O_RDONLY | os.O_CLOEXEC)
             except FileNotFoundError:
@@ -336,6 +355,7 @@ class Presence:
         """Record that ``data`` does not hold ``frames`` after all; returns how many were thought to be there."""
         count = 0
         with self._lock:
+            self.losses += 1
             if self.verdict == GOOD:
                 self._judge(UNCHECKED, solid=False)
             for frame in frames:
@@ -348,6 +368,40 @@ class Presence:
                 self._volatile -= state == VOLATILE
                 count += 1
         return count
+
+    def sync(self) -> bool:
+        """Have the marks on disk as they are in memory; False where the file does not say the same, or the disk fails."""
+        with self._lock:
+            if not self.persistent:
+                return False
+            fd = os.dup(self._fd)
+        try:
+            os.fdatasync(fd)
+        except OSError:
+            return False
+        finally:
+            os.close(fd)
+        return self.persistent
+
+    def reload(self) -> bool:
+        """Take over what the file says, which another object of the same layer may have changed; False without a file."""
+        with self._lock:
+            if not self.persistent or self._path is None:
+                return False
+            try:
+                found, boot = _parse(os.pread(self._fd, _HEADER.size + 5 * len(self.states), 0))
+                same = os.stat(self._path).st_ino == os.fstat(self._fd).st_ino
+            except FileNotFoundError:
+                same = True  # the directory is in the trash, and nobody else has it
+            except (OSError, FormatError):
+                return False
+            if not same or boot != boot_id() or not np.array_equal(found.sizes, self._sizes):
+                return False
+            self.states[:] = found.states
+            self.verdict, self._solid = found.verdict, found.solid
+            self._missing = found.states.count(MISSING)
+            self._volatile = found.states.count(VOLATILE)
+            return True
 
     def judge(self, verdict: int, *, solid: bool = False) -> bool:
         """Record what hashing the stream has shown; False where a frame has been lost meanwhile, which voids GOOD."""

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
+import fcntl
 import os
+import signal
 import threading
 import time
+from collections.abc import Iterator
 from typing import Final
 
 from weenv.core.errors import StorageError
 
 _RETRY: Final = 1.0
 """Seconds between attempts to create a file that the disk had no room for."""
+
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # linux/falloc.h
+_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class DataStore:
@@ -102,12 +109,64 @@ class DataStore:
         """Bytes of disk that the file takes."""
         return os.fstat(self.fd).st_blocks * 512 if self.fd >= 0 else 0
 
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[bool]:
+        """Within the block nobody but this object has the file open, or comes to open it; False where somebody has.
+
+        A write lease (fcntl(2), F_SETLEASE) on a descriptor that is open for writing is given only where it is the one
+        open file of the inode: no EROFS mount has it as its device then, in whatever namespace and below whatever overlay,
+        and no other process of ours. Who opens the file meanwhile waits in open(2) until the block ends, so it must be short.
+        False, too, on a file system that gives no leases.
+        """
+        fd = self.fd
+        if fd < 0 or not self._writable:
+            yield False
+            return
+        try:
+            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; a lease's own SIGIO ends the process
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        except OSError:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    def punch(self, begin: int, end: int) -> None:
+        """Give the disk blocks of ``[begin, end)`` back; it reads as zeros then. Raises :class:`StorageError`.
+
+        The file keeps its length. Blocks that lie in the range in part are kept, their part of it becomes zeros.
+        """
+        length = ctypes.c_int64(end - begin)
+        if _libc.fallocate(self.fd, _KEEP_SIZE | _PUNCH_HOLE, ctypes.c_int64(begin), length) < 0:
+            code = ctypes.get_errno()
+            raise StorageError(f"cannot punch a hole into {self._path}: {os.strerror(code)}", errno=code)
+
+    def block_size(self) -> int:
+        """Bytes of a disk block, as far as the file system says."""
+        return max(512, os.fstat(self.fd).st_blksize)
+
     def close(self) -> None:
         """Close the file. No read or write may be under way."""
         self._writable = False
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+@contextlib.contextmanager
+def hold(path: str) -> Iterator[None]:
+    """Within the block nobody is, or comes to be, alone with the file (:meth:`DataStore.alone`); no file is no error."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        fd = -1
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)
 
 
 def is_full(error: OSError | StorageError) -> bool:

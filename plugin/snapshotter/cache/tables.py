@@ -1,6 +1,6 @@
 """Frame tables that are too large to keep in memory: on disk, looked at through a mapping.
 
-A frame costs 72 bytes in memory (32 of digest, 8 of sizes, two offset tables twice). Layers seen in practice have some
+A frame costs 74 bytes in memory (32 of digest, 8 of sizes, two offset tables twice, ages). Layers seen in practice have some
 thousands; a hostile one has two million, and an image may have a hundred of those. So from :data:`LARGE` frames on the
 columns lie in a file without a name in the layer directory. What is not in use there costs page cache, which the kernel
 takes back when it needs it, and what is in use is read a page at a time.
@@ -24,10 +24,10 @@ from weenv.layer.toc import Frames
 
 LARGE: Final = 1 << 16
 """Frames: 32 GiB of tar stream at the default size of a frame, and some 5 MB of memory."""
-IN_MEMORY: Final = 76
-"""Bytes of memory for each frame of a small table: the columns, offsets, states, and what read-ahead knows."""
-ON_DISK: Final = 3
-"""The same for a large one: states, and what read-ahead knows."""
+IN_MEMORY: Final = 78
+"""Bytes of memory for each frame of a small table: the columns, offsets, states, ages, and what read-ahead knows."""
+ON_DISK: Final = 5
+"""The same for a large one: states, ages, and what read-ahead knows."""
 
 
 class MappedFrames(Frames):

@@ -439,7 +439,9 @@ class Fetcher:
     def _save(self, layer: FetchLayer, frame: int, content: bytes) -> bool:
         """Write a frame and mark it; False where the disk would not take it."""
         try:
-            layer.store.write(layer.contents[frame], content)
+            with layer.writing:
+                layer.store.write(layer.contents[frame], content)
+                layer.presence.mark(frame)
         except StorageError as error:
             full = is_full(error)
             layer.went_wrong("enospc" if full else "storage", error)
@@ -453,7 +455,6 @@ class Fetcher:
                 fields = {"error": str(error), "hint": "free space under the root directory"}
                 log.error("serving without a cache: the disk takes no data", extra=fields)
             return False
-        layer.presence.mark(frame)
         with self._lock:
             recovered = self._full_since > 0
             self._full_since = 0.0

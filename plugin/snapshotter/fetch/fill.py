@@ -106,14 +106,20 @@ def next_piece(states: bytearray, starts: Sequence[int], position: int, planned:
 
 
 class Filler:
-    """Runs the fill over ``layers()``, those first used first. ``filled_bytes`` counts what it fetched (compressed)."""
+    """Runs the fill over ``layers()``, those first used first, while the cache has ``room()``.
 
-    def __init__(self, config: FillConfig, fetcher: Fetcher, layers: Callable[[], list[Layer]]) -> None:
+    ``filled_bytes`` counts what it fetched (compressed).
+    """
+
+    def __init__(
+        self, config: FillConfig, fetcher: Fetcher, layers: Callable[[], list[Layer]], room: Callable[[], bool] = lambda: True
+    ) -> None:
         self.config = config
         self.filled_bytes = 0
         self.state = "idle"
         self._fetcher = fetcher
         self._layers = layers
+        self._room = room
         self._gate = Gate(config)
         self._bucket = Bucket(config.rate)
         self._pause: dict[int, float] = {}
@@ -144,6 +150,10 @@ class Filler:
                 self.state = "idle"
                 await asyncio.sleep(_POLL * 4)
                 before = sample()
+            if not self._room():
+                self.state = "full"
+                before = sample()
+                continue
             if not self._quiet():
                 self.state = "readers"
                 before = sample()
@@ -156,7 +166,7 @@ class Filler:
             before = now
             self.state = "idle"
             until = now.when + _POLL  # look at the node again after so much work
-            while self._quiet() and time.monotonic() < until and (chosen := self._next()) is not None:
+            while self._quiet() and self._room() and time.monotonic() < until and (chosen := self._next()) is not None:
                 self.state = "filling"
                 await self._fill(*chosen)
 

@@ -6,6 +6,7 @@ All of it is guarded by the fetcher's lock, except where a member says otherwise
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -157,6 +158,8 @@ class FetchLayer:
     """What went wrong last, for whoever asks the operator's questions; empty where nothing has."""
     errors: dict[str, int] = field(init=False, default_factory=dict)
     """This layer's share of :attr:`FetchStats.errors`."""
+    writing: threading.Lock = field(init=False, default_factory=threading.Lock)
+    """Held while a frame is written and marked, and while frames are punched out: never both at once."""
 
     def __post_init__(self) -> None:
         compressed, content = self.frames.compressed_offsets, self.frames.content_offsets

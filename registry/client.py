@@ -94,10 +94,12 @@ def speaks_plain(error: BaseException) -> bool:
     """True where a TLS handshake failed because the other side answered in plain text."""
     seen: BaseException | None = error
     for _ in range(8):
-        if isinstance(seen, ssl.SSLError) and str(seen.reason or "").upper().replace(" ", "_") in _NOT_TLS:
+        reason = getattr(seen, "reason", None)  # of an SSLError: OpenSSL's; of urllib3's errors: another error
+        if isinstance(seen, ssl.SSLError) and str(reason or "").upper().replace(" ", "_") in _NOT_TLS:
             return True
         inner = next((one for one in getattr(seen, "args", ()) if isinstance(one, BaseException)), None)
-        seen = getattr(seen, "os_error", None) or getattr(seen, "reason", None) or inner or getattr(seen, "__cause__", None)
+        cause = reason if isinstance(reason, BaseException) else inner or getattr(seen, "__cause__", None)
+        seen = getattr(seen, "os_error", None) or cause
         if not isinstance(seen, BaseException):
             return False
     return False
@@ -379,7 +381,7 @@ class RegistryClient:
         """
         now = asyncio.get_running_loop().time
         deadline = now() + self.config.deadline
-        final: dict[str, _Answer | SourceError] = {}  # by origin: what will not change
+        final: dict[str, _Answer | WeenvError] = {}  # by origin: what will not change
         failures = 0
         while True:
             failure: WeenvError | None = None
@@ -403,7 +405,7 @@ class RegistryClient:
                     self.failed(endpoint, "no answer in time")
                     failure = unavailable(endpoint.name, what, "no answer in time")
                     continue
-                except SourceError as error:
+                except (SourceError, ConfigError) as error:
                     final[endpoint.origin] = error
                     continue
                 if answer[0] in accept and answer[0] != 404:
@@ -411,7 +413,7 @@ class RegistryClient:
                 final[endpoint.origin] = answer if answer[0] in accept else status_error(answer[0], what, endpoint.name)
             if failure is None:
                 verdict = final[endpoints[-1].origin]  # the registry's own word counts
-                if isinstance(verdict, SourceError):
+                if isinstance(verdict, WeenvError):
                     raise verdict
                 return verdict
             failures += 1
@@ -435,8 +437,6 @@ class RegistryClient:
         except UnavailableError as error:  # its token could not be had
             self.failed(endpoint, error.message)
             raise _Again(error, error.retry_after) from error
-        except ConfigError as error:
-            raise _Again(unavailable(endpoint.name, what, error.message)) from error
         self.counters.bytes += len(body)
         if answer.status in TRANSIENT:
             reason, retry_after = f"status {answer.status}", parse_retry_after(answer.headers.get("Retry-After"))

@@ -31,6 +31,7 @@ from weenv.core.errors import (
     NotFoundInSource,
     SourceError,
     UnavailableError,
+    WeenvError,
 )
 from weenv.registry.auth import scope_of
 from weenv.registry.client import TRANSPORT_ERRORS, RegistryClient, describe, origin
@@ -94,11 +95,13 @@ class _Place:
 
 @dataclass(slots=True)
 class _Answer:
-    """An answer whose body begins at ``position`` of the blob, and the place that sends it."""
+    """An answer whose body goes on at ``position`` of the blob, and the place that sends it."""
 
     place: _Place
     response: aiohttp.ClientResponse
     position: int
+    rest: bytes = b""
+    """Bytes from ``position`` on that have been taken out of the response already."""
 
 
 @dataclass(slots=True)
@@ -106,7 +109,7 @@ class _Round:
     """What became of the places since the last progress."""
 
     tried: set[_Place] = field(default_factory=set)
-    final: dict[_Place, SourceError] = field(default_factory=dict)
+    final: dict[_Place, WeenvError] = field(default_factory=dict)
     reason: str = "no server"
     host: str = ""
     retry_after: float | None = None
@@ -238,25 +241,23 @@ class RegistrySource:
                 failures += 1
                 await self._pause(state, failures, give_up, paced=paced)
                 continue
-            place, response, pace, reason, whole = answer.place, answer.response, Pace(config), "", False
+            place, response, pace, reason = answer.place, answer.response, Pace(config), ""
             served: list[int | _Place] = [position, position, place]
             self._served.append(served)
             try:
                 while position < end:
                     began = now()
-                    async with asyncio.timeout(config.slow_after):
-                        chunk = await response.content.readany()
+                    chunk, answer.rest = answer.rest, b""
+                    if not chunk:
+                        async with asyncio.timeout(config.slow_after):
+                            chunk = await response.content.readany()
                     if not chunk:
                         reason = "the answer ended early"
                         break
-                    spent = now() - began
-                    count = len(chunk)
-                    if answer.position < position:
-                        chunk = chunk[position - answer.position :]
-                    answer.position += count
-                    if answer.position > end:
-                        chunk = chunk[: len(chunk) - (answer.position - end)]
-                        whole = place.ranges is False  # what follows cannot be given back
+                    spent, count = now() - began, len(chunk)
+                    before_it, upto = position - answer.position, end - answer.position
+                    chunk, answer.rest = chunk[max(0, before_it) : upto], chunk[upto:]
+                    answer.position += min(count, upto)
                     if chunk:
                         position += len(chunk)
                         served[1] = position
@@ -270,7 +271,7 @@ class RegistrySource:
             except TRANSPORT_ERRORS as error:
                 reason = describe(error)
             finally:
-                if position >= end and not reason and place.ranges is False and not whole and answer.position < self.size:
+                if position >= end and not reason and place.ranges is False and answer.position < self.size:
                     self._keep(answer)
                 else:
                     response.release()  # back to the pool where the body was read to its end, closed otherwise
@@ -380,16 +381,14 @@ class RegistrySource:
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            answer = _Answer(place, outcome, self._check(place, outcome, start, end))
+            answer = _Answer(place, outcome, self._check(place, outcome, start, end, state))
         except _TryAgain as error:
             self._failed(place, state, error)
         except TRANSPORT_ERRORS as error:
             self._failed(place, state, _TryAgain(describe(error)))
-        except ConfigError as error:
-            self._failed(place, state, _TryAgain(error.message, blame=False))
         except UnavailableError as error:  # its token could not be had
             self._failed(place, state, _TryAgain(error.message, error.retry_after))
-        except SourceError as error:
+        except (SourceError, ConfigError) as error:
             state.final[place] = error
         finally:
             if answer is None and isinstance(outcome, aiohttp.ClientResponse):
@@ -399,7 +398,7 @@ class RegistrySource:
             raise RangesIgnored(self)
         return answer
 
-    def _check(self, place: _Place, answer: aiohttp.ClientResponse, position: int, end: int) -> int:
+    def _check(self, place: _Place, answer: aiohttp.ClientResponse, position: int, end: int, state: _Round) -> int:
         """Check status and headers of an answer; returns where in the blob its body begins."""
         name = place.endpoint.name
         encoding = answer.headers.get("Content-Encoding", "identity").lower()
@@ -420,7 +419,8 @@ class RegistrySource:
                 place.ranges = False
                 self.client.counters.range_ignored += 1
                 log.warning("registry ignores Range", extra={"host": place.endpoint.host, "blob": self.digest})
-            if any(other.ranges is not False for other in self._places.values()):
+            others = [other for other in self._places.values() if other not in state.tried and other not in state.final]
+            if any(other.ranges is not False for other in others):
                 raise _TryAgain("it ignores Range", blame=False)
             if position > self.client.config.max_skip and not self.paced:
                 raise SourceError(

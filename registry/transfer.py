@@ -24,6 +24,7 @@ import urllib3.exceptions
 
 from weenv.core import digest as digests
 from weenv.core.errors import (
+    ConfigError,
     NotFoundInSource,
     SourceError,
     StorageError,
@@ -88,10 +89,10 @@ class Transfer:
             failures: dict[Endpoint, WeenvError] = {}
             for endpoint in client.health.order(endpoints, asyncio.get_running_loop().time()):
                 attempts = client.config.attempts if len(failures) == len(endpoints) - 1 else min(2, client.config.attempts)
-                registry = self._registry(endpoint, scope, attempts)
                 try:
+                    registry = self._registry(endpoint, scope, attempts)
                     found = await self._run(registry, partial(work, registry))
-                except (SourceError, VerificationError) as error:
+                except (SourceError, VerificationError, ConfigError) as error:
                     failures[endpoint] = error
                     if isinstance(error, UnavailableError | VerificationError):
                         client.failed(endpoint, error.message, getattr(error, "retry_after", None))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 from contextlib import aclosing
@@ -13,15 +14,18 @@ import pytest
 from simulator import registry as simulated
 from simulator.registry import SimulatedRegistry
 
-from weenv.core.errors import NotFoundInSource, SourceError, UnauthorizedError, UnavailableError
+from weenv.core.errors import NotFoundInSource, SourceError, UnauthorizedError, UnavailableError, VerificationError
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.credentials import StaticCredentials
-from weenv.registry.policy import parse_retry_after, retry_delay
-from weenv.registry.source import FileSource, LayoutSource, RegistrySource, open_source
+from weenv.registry.policy import Pace, parse_retry_after, retry_delay
+from weenv.registry.ranged import RangesIgnored
+from weenv.registry.source import FileSource, LayoutSource, RegistrySource, open_source, read_checked
 
 BLOB = random.Random(2).randbytes(300_000)
-QUICK = RegistryConfig(retry_delay=0.01, max_retry_delay=0.05, stall_timeout=0.5, deadline=20.0, attempts=4)
+QUICK = RegistryConfig(
+    retry_delay=0.01, max_retry_delay=0.05, stall_timeout=0.5, deadline=20.0, attempts=4, slow_after=0.3, connect_timeout=1.0
+)
 
 
 @dataclass
@@ -67,7 +71,7 @@ async def test_reads_beyond_the_blob_are_refused(offset: int, length: int) -> No
     [
         simulated.drop(0), simulated.drop(70_000), simulated.drop_at_once, simulated.short(70_000), simulated.short(1),
         simulated.status(500), simulated.status(503), simulated.status(429, {"Retry-After": "0"}), simulated.stall(3.0),
-        simulated.stall(3.0, after=70_000),
+        simulated.stall(3.0, after=70_000), simulated.wrong_range, simulated.wrong_total, simulated.multipart, simulated.drip(0.01), simulated.drip(0.6),
     ],
 )  # fmt: skip
 async def test_one_failure_is_not_seen_by_the_reader(fault: simulated.Fault) -> None:
@@ -77,6 +81,18 @@ async def test_one_failure_is_not_seen_by_the_reader(fault: simulated.Fault) -> 
         async with r.client:
             assert await r.blob.read(1000, 150_000) == BLOB[1000:151_000]
         assert len(sim.seen) == 2
+
+
+@pytest.mark.parametrize("fault", [simulated.chunked, simulated.too_long(5000)])
+async def test_odd_and_right_all_the_same(fault: simulated.Fault) -> None:
+    """No Content-Length; more bytes than were asked for, which are left alone."""
+    async with SimulatedRegistry() as sim:
+        r = rig(sim)
+        async with r.client:
+            for _ in range(3):
+                sim.script.append(fault)
+                assert await r.blob.read(1000, 150_000) == BLOB[1000:151_000]
+        assert len(sim.seen) == 3
 
 
 async def test_a_broken_stream_is_resumed_where_it_stopped() -> None:
@@ -156,21 +172,131 @@ async def test_an_answer_to_another_question_is_asked_again_and_then_an_error(fa
             assert not sim.script
 
 
-async def test_range_ignored() -> None:
-    """The answer is the whole blob: it is read on to the range, once, and said once."""
+async def test_no_list_of_ranges_is_ever_asked_for() -> None:
+    """Servers may refuse several ranges in one request, or answer with parts: nobody gets to see one."""
+    async with SimulatedRegistry(redirect_blobs=True) as sim:
+        r = rig(sim)
+        async with r.client:
+            await asyncio.gather(*(r.blob.read(n * 20_000, 1000) for n in range(15)))
+        assert all("," not in seen.headers["Range"] for seen in sim.seen)
+
+
+async def test_range_ignored_is_read_once_for_all_who_go_forward() -> None:
+    """The answer is the whole blob: it is kept, and read on from where it is."""
     async with SimulatedRegistry(ignore_range=True) as sim:
         r = rig(sim)
         async with r.client:
-            assert await r.blob.read(100_000, 50_000) == BLOB[100_000:150_000]
+            for start in range(0, 290_000, 10_000):
+                assert await r.blob.read(start, 5_000) == BLOB[start : start + 5_000]
             assert len(sim.seen) == 1
-            assert r.blob.ranges is False
-            assert await r.blob.read(0, len(BLOB)) == BLOB
-            assert r.client.counters.range_ignored == 1
+            assert r.blob.ranges is False and r.client.counters.range_ignored == 1
+            assert await r.blob.read(0, len(BLOB)) == BLOB  # back to the beginning: that takes another
+            assert len(sim.seen) == 2
+            assert await r.blob.read(50, 10) == BLOB[50:60]
+            await r.blob.close()
         r = rig(sim, RegistryConfig(max_skip=1000))
         async with r.client:
             assert await r.blob.read(1000, 10) == BLOB[1000:1010]
             with pytest.raises(SourceError, match="ignores Range"):
-                await r.blob.read(1001, 10)
+                await RegistrySource(r.client, sim.host, "team/env", r.blob.digest, len(BLOB)).read(1001, 10)
+
+
+async def test_a_kept_answer_goes_with_its_client() -> None:
+    async with SimulatedRegistry(ignore_range=True) as sim:
+        r = rig(sim)
+        async with r.client:
+            assert await r.blob.read(1000, 10) == BLOB[1000:1010]
+            pool = r.client.session.connector
+            assert pool is not None and len(pool._acquired) == 1  # type: ignore[attr-defined]
+        assert pool.closed and not pool._acquired  # type: ignore[attr-defined]
+        await r.blob.close()
+
+
+async def test_who_paces_himself_is_told_that_ranges_are_ignored_and_nothing_is_lost() -> None:
+    async with SimulatedRegistry(ignore_range=True) as sim:
+        client = RegistryClient(QUICK, StaticCredentials({}))
+        source = RegistrySource(client, sim.host, "team/env", sim.add_blob(BLOB), len(BLOB), paced=True)
+        async with client:
+            with pytest.raises(RangesIgnored) as caught:
+                async with aclosing(source.stream(100_000, 100)) as chunks:
+                    async for _ in chunks:
+                        pass
+            async with aclosing(caught.value.source.whole(200_000)) as chunks:
+                assert b"".join([chunk async for chunk in chunks]) == BLOB[:200_000]
+            assert len(sim.seen) == 1, "it went on with the answer that was there"
+            assert await source.read(250_000, 10) == BLOB[250_000:250_010]
+            assert len(sim.seen) == 1
+            await source.close()
+
+
+async def test_who_paces_himself_waits_himself() -> None:
+    async with SimulatedRegistry() as sim:
+        client = RegistryClient(QUICK, StaticCredentials({}))
+        source = RegistrySource(client, sim.host, "team/env", sim.add_blob(BLOB), len(BLOB), paced=True)
+        sim.script.append(simulated.status(429, {"Retry-After": "7"}))
+        loop = asyncio.get_running_loop()
+        async with client:
+            began = loop.time()
+            for _ in range(3):  # the second and third do not even ask
+                with pytest.raises(UnavailableError) as caught:
+                    async with aclosing(source.stream(0, 10)) as chunks:
+                        async for _chunk in chunks:
+                            pass
+                assert caught.value.retry_after is not None and 5 < caught.value.retry_after <= 8
+            assert loop.time() - began < 1.0
+            assert len(sim.seen) == 1
+
+
+async def test_wrong_bytes_are_had_anew_and_the_redirect_resolved_again() -> None:
+    async with SimulatedRegistry(redirect_blobs=True) as sim:
+        sim.storage_script.append(simulated.wrong_bytes)
+        r = rig(sim)
+
+        def check(data: bytes) -> None:
+            if data != BLOB[100:200]:
+                raise VerificationError("wrong bytes")
+
+        async with r.client:
+            assert await read_checked(r.blob, 100, 100, check) == BLOB[100:200]
+            assert sim.count("registry") == 2
+            sim.storage_script.extend([simulated.wrong_bytes] * 10)
+            with pytest.raises(VerificationError):
+                await read_checked(r.blob, 100, 100, check)
+            assert len(sim.storage_script) > 6, "it is not asked for ever"
+
+
+@pytest.mark.parametrize("what", ["header", "status line", "nothing"])
+async def test_a_header_that_drips_is_given_up_in_time(what: str) -> None:
+    """A byte now and then keeps every socket timeout from running out; the next try has another server."""
+    answers = [b"HTTP/1.1 206 Partial Content\r\nX: ", b"HTTP", b""][["header", "status line", "nothing"].index(what)]
+    good = b"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes 0-9/300000\r\nContent-Length: 10\r\n\r\n" + BLOB[:10]
+    count = 0
+    tasks: list[asyncio.Task[None]] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal count
+        count += 1
+        tasks.append(asyncio.current_task())  # type: ignore[arg-type]
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(good if count > 1 else answers)
+            while count == 1 and not reader.at_eof():
+                writer.write(b"x" if answers else b"")
+                await writer.drain()
+                await asyncio.sleep(0.05)
+            await reader.read()
+        writer.close()
+        with contextlib.suppress(ConnectionError):
+            await writer.wait_closed()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with server:
+        async with RegistryClient(QUICK, StaticCredentials({})) as client:
+            host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            source = RegistrySource(client, host, "a", "sha256:" + "0" * 64, 300_000)
+            async with asyncio.timeout(8):
+                assert await source.read(0, 10) == BLOB[:10]
+        await asyncio.gather(*tasks)
 
 
 async def test_missing_blob_and_short_blob() -> None:
@@ -333,6 +459,15 @@ def test_delays_grow_and_are_bounded() -> None:
         assert delay is not None and low <= delay <= high
     assert retry_delay(config, 10) is None
     assert retry_delay(config, 1, retry_after=61.0) is None
+
+
+def test_an_answer_is_left_when_it_is_too_slow_and_only_then() -> None:
+    config = RegistryConfig(min_rate=80_000, slow_after=5.0)  # 10 000 a second are enough
+    pace = Pace(config)
+    assert not pace.add(10, 4.9) and pace.add(10, 0.2)
+    assert not any(pace.add(10_000, 1.0) for _ in range(100))
+    assert not pace.add(1, 4.9) and not pace.add(100_000, 0.2), "the whole time counts, not a moment"
+    assert [pace.add(1000, 1.0) for _ in range(10)] == [False, False, False, False, True] * 2
 
 
 # -- local sources --------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import base64
 import hashlib
 import json
 import secrets
+import ssl
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
@@ -111,6 +112,65 @@ def wrong_range(sim: SimulatedRegistry, request: web.Request, blob: bytes, start
     return answer()
 
 
+def chunked(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> Awaitable[web.StreamResponse]:
+    """The right bytes without a Content-Length."""
+
+    async def answer() -> web.StreamResponse:
+        response = web.StreamResponse(status=206, headers=_range_headers(blob, start, end))
+        response.enable_chunked_encoding()
+        await response.prepare(request)
+        for begin in range(start, end, 10_000):
+            await response.write(blob[begin : min(begin + 10_000, end)])
+        await response.write_eof()
+        return response
+
+    return answer()
+
+
+def too_long(extra: int) -> Fault:
+    """The range, as its Content-Range says, and ``extra`` bytes that nobody asked for."""
+
+    async def fault(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> web.Response:
+        return web.Response(status=206, body=blob[start:end] + b"!" * extra, headers=_range_headers(blob, start, end))
+
+    return fault
+
+
+def wrong_total(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> Awaitable[web.Response]:
+    """A range of another blob: its total size is not the descriptor's."""
+
+    async def answer() -> web.Response:
+        headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(blob) + 1}"}
+        return web.Response(status=206, body=b"?" * (end - start), headers=headers)
+
+    return answer()
+
+
+def multipart(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> Awaitable[web.Response]:
+    """A 206 as for several ranges (RFC 9110, 14.6), although one was asked for."""
+
+    async def answer() -> web.Response:
+        part = f"--x\r\nContent-Range: bytes {start}-{end - 1}/{len(blob)}\r\n\r\n".encode() + blob[start:end] + b"\r\n--x--\r\n"
+        return web.Response(status=206, body=part, headers={"Content-Type": "multipart/byteranges; boundary=x"})
+
+    return answer()
+
+
+def drip(pace: float) -> Fault:
+    """A byte every ``pace`` seconds."""
+
+    async def fault(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> web.StreamResponse:
+        answer = web.StreamResponse(status=206, headers=_range_headers(blob, start, end))
+        answer.content_length = end - start
+        await answer.prepare(request)
+        for at in range(start, end):
+            await answer.write(blob[at : at + 1])
+            await asyncio.sleep(pace)
+        return answer
+
+    return fault
+
+
 def encoded(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> Awaitable[web.Response]:
     """A body that claims to be compressed on the way."""
 
@@ -135,6 +195,11 @@ class SimulatedRegistry:
     """``async with SimulatedRegistry() as sim``; ``sim.host`` is ``127.0.0.1:port``."""
 
     ignore_range: bool = False
+    refuse_lists: bool = True
+    """Answer 416 to a Range header with several ranges."""
+    tls: ssl.SSLContext | None = None
+    down: bool = False
+    """Cut every connection, as a server that is being restarted does."""
     auth: str = ""
     """Empty, ``basic`` or ``bearer``."""
     user: tuple[str, str] | None = None
@@ -156,7 +221,7 @@ class SimulatedRegistry:
         self._tokens: dict[str, float] = {}
         self._urls: dict[str, int] = {}
         self._runners: list[web.AppRunner] = []
-        self.host = await self._serve(self._routes())
+        self.host = await self._serve(self._routes(), self.tls)
         self.storage = await self._serve([web.get("/store/{key}/{digest}", self._stored)])
         return self
 
@@ -168,12 +233,17 @@ class SimulatedRegistry:
             web.post("/token", self._token),
         ]
 
-    async def _serve(self, routes: list[web.RouteDef]) -> str:
+    @property
+    def scheme(self) -> str:
+        """``http`` or ``https``."""
+        return "http" if self.tls is None else "https"
+
+    async def _serve(self, routes: list[web.RouteDef], tls: ssl.SSLContext | None = None) -> str:
         app = web.Application()
         app.add_routes(routes)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
+        site = web.TCPSite(runner, "127.0.0.1", 0, ssl_context=tls)
         await site.start()
         self._runners.append(runner)
         return f"127.0.0.1:{runner.addresses[0][1]}"
@@ -211,6 +281,10 @@ class SimulatedRegistry:
 
     def _record(self, server: str, request: web.Request) -> None:
         self.seen.append(Seen(server, request.method, request.path_qs, dict(request.headers)))
+        if self.down:
+            assert request.transport is not None
+            request.transport.abort()
+            raise web.HTTPServiceUnavailable
 
     def _refusal(self, request: web.Request) -> web.Response | None:
         if not self.auth:
@@ -227,7 +301,7 @@ class SimulatedRegistry:
         if given and not self.challenge_on_refusal:
             return web.Response(status=403)
         scope = f"repository:{request.match_info['repository']}:pull"
-        challenge = f'Bearer realm="http://{self.host}/token",service="simulated",scope="{scope}"'
+        challenge = f'Bearer realm="{self.scheme}://{self.host}/token",service="simulated",scope="{scope}"'
         return web.Response(status=401, headers={"WWW-Authenticate": challenge})
 
     async def _token(self, request: web.Request) -> web.Response:
@@ -279,6 +353,8 @@ class SimulatedRegistry:
         return await self._serve_blob(request, self.blobs[request.match_info["digest"]], self.storage_script)
 
     async def _serve_blob(self, request: web.Request, blob: bytes, script: deque[Fault]) -> web.StreamResponse:
+        if self.refuse_lists and "," in request.headers.get("Range", ""):
+            return web.Response(status=416)
         wanted = request.http_range
         start = wanted.start or 0
         end = len(blob) if wanted.stop is None else min(wanted.stop, len(blob))

@@ -238,14 +238,15 @@ def busybox_members() -> list[Member]:
     return members
 
 
-def debian_tar(include: Sequence[str] = ()) -> str:
-    """Path of a tar of a debootstrapped minimal Debian of the machine's own suite, with more packages; cached.
+def debian_tar(include: Sequence[str] = (), suite: str = "") -> str:
+    """Path of a tar of a debootstrapped minimal Debian of the machine's own suite, or ``suite``, with more packages; cached.
 
     Owners, modes, capabilities and device nodes are as debootstrap leaves them; package lists and downloads are left out.
     """
     source = tools.sources()
-    name = hashlib.sha256(json.dumps([source["codename"], sorted(include), 2]).encode()).hexdigest()[:12]
-    final = TOOLS / "images" / f"debian-{source['codename']}-{name}.tar"
+    suite = suite or source["codename"]
+    name = hashlib.sha256(json.dumps([suite, sorted(include), 2]).encode()).hexdigest()[:12]
+    final = TOOLS / "images" / f"debian-{suite}-{name}.tar"
     if final.exists():
         return str(final)
     final.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +257,7 @@ def debian_tar(include: Sequence[str] = ()) -> str:
         if include:
             options.append("--include=" + ",".join(include))
         work.mkdir()
-        run("debootstrap", *options, source["codename"], root, source["mirror"], timeout=900)
+        run("debootstrap", *options, suite, root, source["mirror"], timeout=900)
         assert not mounts_under(root), f"debootstrap left mounts under {root}"
         excluded = ("./var/cache/apt/*", "./var/lib/apt/lists/*", "./proc/*", "./sys/*", "./var/log/bootstrap.log")
         tar_to(str(work / "tar"), root, [f"--exclude={pattern}" for pattern in excluded])

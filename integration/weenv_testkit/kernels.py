@@ -244,10 +244,10 @@ def _in_order(home: Path, names: Sequence[str]) -> list[str]:
     return [str(folder / path) for path in order]
 
 
-def system(*packages: str) -> str:
-    """A directory with a minimal Debian of the machine's own suite and some packages, to be the ``root`` of guests; cached."""
+def system(*packages: str, suite: str = "") -> str:
+    """A directory with a minimal Debian of the machine's suite, or ``suite``, and packages: a ``root`` of guests; cached."""
     with _alone():
-        tar = images.debian_tar(packages)
+        tar = images.debian_tar(packages, suite)
         final = Path(tar.removesuffix(".tar"))
         if not _ready(final):
             with _filling(final) as work:

@@ -25,6 +25,7 @@ from weenv.systemd.install.tree import Tree
 
 _PLACES = ("/usr/bin", "/usr/local/bin", "/usr/sbin", "/usr/local/sbin", "/opt/containerd/bin")
 """Where containerd is looked for."""
+_CONTAINERD = "containerd.service"
 _MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm/v7"}
 
 ROOT = click.option("--root", "directory", default="/", help="The system to work on, such as a mounted image.  [default: /]")
@@ -263,9 +264,10 @@ class _Install:
         if any(write.path == files.TMPFILES for write in self.plan.writes):
             _tool(self.tree, "systemd-tmpfiles", "--create", files.TMPFILES)
         with Manager() as manager:
-            self._units(manager, start)
-            if self.plan.touches(os.path.dirname(main)):
-                self._containerd(manager, restart)
+            try:
+                self._units(manager, start)
+            finally:
+                self._containerd(manager, os.path.dirname(main), restart)
         if any(write.path == docker.DAEMON for write in self.plan.writes):
             self.say("restart docker when it suits (without live-restore its containers stop): systemctl restart docker")
 
@@ -313,16 +315,22 @@ class _Install:
                 hint="stop it, and blobfs with it (containers go on), and run weenv install again",
             )
 
-    def _containerd(self, manager: Manager, restart: bool) -> None:
-        if manager.state("containerd.service") != "active":
+    def _containerd(self, manager: Manager, folder: str, restart: bool) -> None:
+        """Restart it, if it started before what it has to know was written: in this run, or in one that was interrupted."""
+        if manager.state(_CONTAINERD) != "active":
+            return
+        ours = [path for path in self.known.files if path.startswith(f"{folder}/")]
+        ours += [path for path, edit in self.known.edits.items() if steps.untouched(self.tree, path, edit)]
+        written = [os.stat(self.tree.host(path)).st_mtime for path in ours if path.startswith(f"{folder}/")]
+        if not written or manager.active_since(_CONTAINERD) > max(written):
             return
         if not restart:
             self.say("containerd knows of it once it is restarted: systemctl restart containerd")
             return
-        if others := manager.depends_on("containerd.service"):
+        if others := manager.depends_on(_CONTAINERD):
             self.say(f"containerd has to be restarted, which restarts {', '.join(others)}: systemctl restart containerd")
             return
-        manager.restart("containerd.service")
+        manager.restart(_CONTAINERD)
         self.say("restarted containerd.service (containers go on)")
 
 
@@ -383,13 +391,8 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
                 manager.reload()
                 for unit in files.unit_names(settings.daemons):
                     manager.reset(unit)
-                if not no_restart and removal.writes and manager.state("containerd.service") == "active":
-                    others = manager.depends_on("containerd.service")
-                    if others:
-                        click.echo(f"restart containerd when it suits, which restarts {', '.join(others)}", err=True)
-                    else:
-                        manager.restart("containerd.service")
-                        click.echo("restarted containerd.service")
+                if line := _forget(manager, restart=not no_restart):
+                    click.echo(line)
         else:
             steps.remove(tree, known, removal)
         for write in removal.writes:
@@ -404,6 +407,18 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
             _purge(tree, settings)
         elif os.path.isdir(tree.host(settings.root)):
             click.echo(f"layers and snapshots stay in {settings.root}; weenv install goes on with them, rm -r deletes them")
+
+
+def _forget(manager: Manager, *, restart: bool) -> str:
+    """Have containerd read its configuration again; what was done about it."""
+    if manager.state(_CONTAINERD) != "active":
+        return ""
+    others = manager.depends_on(_CONTAINERD)
+    if others or not restart:
+        also = f", which restarts {', '.join(others)}" if others else ""
+        return f"restart containerd when it suits{also}: systemctl restart containerd"
+    manager.restart(_CONTAINERD)
+    return "restarted containerd.service (containers go on)"
 
 
 def _using(root: str) -> list[str]:
@@ -446,6 +461,7 @@ def _stop(manager: Manager, settings: files.Settings) -> None:
         for unit in running:
             manager.start(unit)
         raise
+    manager.stop("weenv.slice")
     manager.disable(units)
     click.echo(f"stopped {', '.join(running) or 'nothing: no unit was running'}")
 

@@ -105,6 +105,10 @@ class Manager:
         """``active``, ``inactive``, ``failed`` and so on; inactive where there is no such unit."""
         return str(self._property(unit, "ActiveState") or b"inactive", "ascii")
 
+    def active_since(self, unit: str) -> float:
+        """When it became active: seconds since 1970, 0 where it has not been."""
+        return int(self._property(unit, "ActiveEnterTimestamp")) / 1e6
+
     def depends_on(self, unit: str) -> list[str]:
         """Units that run and are stopped, or started anew, with ``unit``."""
         names = {name.decode() for kind in ("RequiredBy", "BoundBy", "ConsistsOf") for name in self._property(unit, kind) or ()}
@@ -127,9 +131,8 @@ class Manager:
             time.sleep(_PAUSE)
 
     def _expect_active(self, unit: str) -> None:
-        state = self.state(unit)
-        if state != "active":
-            raise UnitFailed(f"{unit} does not start: it is {state}", hint=f"see: journalctl -u {unit}")
+        if self.state(unit) != "active":
+            raise UnitFailed(f"{unit} does not start", hint=f"see: journalctl -u {unit}")
 
 
 def _say(error: Exception) -> str:

@@ -59,10 +59,6 @@ class Plan:
         """Everything is as it should be."""
         return not (self.writes or self.links or self.stale)
 
-    def touches(self, folder: str) -> bool:
-        """Whether a file below ``folder`` is written."""
-        return any(write.path.startswith(f"{folder}/") for write in self.writes)
-
 
 def plan(
     tree: Tree, record: Record, items: Sequence[Item], links: dict[str, str], amends: Sequence[Amend], *, within: Sequence[str]
@@ -128,6 +124,12 @@ def _text(data: bytes, path: str) -> str:
 def _free_name(tree: Tree, path: str) -> str:
     names = [path, *(f"{path}.{number}" for number in range(1, 100))]
     return next(name for name in names if tree.read(name) is None)
+
+
+def untouched(tree: Tree, path: str, edit: Edit) -> bool:
+    """Whether a file of somebody else's is as it was left."""
+    data = tree.read(path)
+    return data is not None and digest(data) == edit.after
 
 
 def begin(tree: Tree, record: Record, steps: Plan) -> None:

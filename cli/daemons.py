@@ -1,9 +1,11 @@
-"""``weenv snapshotter`` and ``weenv blobfs``: the two daemons of a node, and the options of all daemons."""
+"""``weenv serve``, ``weenv snapshotter`` and ``weenv blobfs``: the daemons of a node, and the options of all daemons."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import sys
 
 import click
 
@@ -31,6 +33,38 @@ def start_logging(ctx: click.Context, level: str, style: str) -> None:
     configure("debug" if ctx.find_root().obj.get("debug") else level, style)
     if level != "debug":
         logging.getLogger("asyncio").setLevel(logging.WARNING)
+
+
+@click.command()
+@CONFIG
+@log_options
+@click.pass_context
+def serve(ctx: click.Context, config_path: str, log_level: str, log_format: str) -> None:
+    """Run snapshotter and blobfs, and start again whichever ends, until SIGTERM or SIGINT.
+
+    Their sockets and the mount are held meanwhile, so that neither a crash nor an upgrade (send SIGHUP afterwards) of a daemon
+    is an error for anybody: who connects or reads waits. Under systemd, units for the two daemons do the same.
+
+    \b
+    Examples:
+      weenv serve
+      weenv serve --config /etc/weenv/config.toml --log-format json
+    """
+    from weenv.core.settings import read_tables
+    from weenv.plugin.snapshotter import config
+    from weenv.plugin.snapshotter.blobfs import config as blobfs_config
+
+    start_logging(ctx, log_level, log_format)
+    tables = read_tables(config_path)
+    node = config.from_tables(tables)
+    held = {"blobfs": blobfs_config.from_table(tables.get("blobfs", {})).status_socket}
+    if node.transport == "builtin":  # grpcio cannot take over a socket
+        held["snapshotter"] = node.socket
+    sockets = [f"{name}={path}" for name, path in held.items()]
+    level = "debug" if ctx.find_root().obj.get("debug") else log_level
+    # A process of its own kind, for it is to stay small: command line and configuration take twice the memory that it needs.
+    argv = [sys.executable, "-P", "-m", "weenv.systemd.supervisor", os.path.abspath(config_path), level, log_format, *sockets]
+    os.execv(sys.executable, argv)  # noqa: S606
 
 
 @click.group()

@@ -31,3 +31,7 @@ def main() -> None:
     from weenv.cli.main import main as whole
 
     whole()
+
+
+if __name__ == "__main__":
+    main()

@@ -66,12 +66,17 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "admit": ("weenv.cli.admit:admit", "Wait until this node has room for an environment or a command."),
     "top": ("weenv.cli.top:top", "Show managed environments live: quota, use, pressure, last decision."),
     "events": ("weenv.cli.top:events", "Print what happened to environments, and why they ended."),
+    "serve": ("weenv.cli.daemons:serve", "Run both daemons of a node, and start again what ends."),
     "snapshotter": ("weenv.cli.daemons:snapshotter", "The containerd proxy snapshotter daemon."),
     "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),
     "plan": ("weenv.cli.plan:plan", "Check, pin, draw, publish and compose environment plans."),
+    "image": ("weenv.cli.image:image", "What containerd has of images, and their blobs for docker save and push."),
     "gateway": ("weenv.cli.gateway:gateway", "A registry on the node that answers plans and stacks as images."),
     "nri": ("weenv.cli.nri:nri", "The plugin that gives containers of CRI their starting quotas."),
+    "install": ("weenv.cli.install:install", "Make the daemons services of this node, and tell containerd of them."),
+    "uninstall": ("weenv.cli.install:uninstall", "Take away what weenv install put on this node."),
     "status": ("weenv.cli.status:status", "Show the layers on this node and how much of each is local."),
+    "cache": ("weenv.cli.cache:cache", "Show and limit what is kept of layers on this node's disk."),
     "doctor": ("weenv.cli.doctor:doctor", "Check kernel, containerd, sockets, disk and registry; say what to mend."),
 }
 

@@ -30,7 +30,7 @@ from weenv_testkit.registry import free_port
 
 SNAPSHOTTER = "weenv"
 
-_LOUD = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^Traceback |^[A-Za-z_.]+(Error|Exception)\b|Task exception was never")
+LOUD = re.compile(r"^\S+ (WARNING|ERROR|CRITICAL) |^Traceback |^[A-Za-z_.]+(Error|Exception)\b|Task exception was never")
 
 
 def keep_first(first: BaseException, end: Callable[[], object]) -> None:
@@ -95,7 +95,7 @@ class Daemon:
         """Loud lines since the last call."""
         text = self.log_text()
         new, self._seen = text[self._seen :], len(text)
-        return [f"{self.name}: {line}" for line in new.splitlines() if _LOUD.search(line)]
+        return [f"{self.name}: {line}" for line in new.splitlines() if LOUD.search(line)]
 
     def metrics(self) -> dict[str, float]:
         """All samples: ``name{label="value"}`` -> value."""
@@ -229,7 +229,10 @@ class Node:
 
     def complaints(self) -> list[str]:
         """Loud lines in our daemons' logs since the last call which nobody expected."""
-        lines = [*self.snapshotter.new_complaints(), *self.blobfs.new_complaints()]
+        return self.unexpected([*self.snapshotter.new_complaints(), *self.blobfs.new_complaints()])
+
+    def unexpected(self, lines: list[str]) -> list[str]:
+        """Those of ``lines`` that nobody expected; from now on nothing is expected any more."""
         expected, self._expected = self._expected, []
         return [line for line in lines if not any(pattern.search(line) for pattern in expected)]
 

@@ -351,6 +351,21 @@ def test_marks_that_cannot_be_written_keep_every_frame(disk: Disk, monkeypatch: 
     assert all(map(disk.right, range(8)))
 
 
+def test_what_lies_there_without_a_mark_is_given_back(disk: Disk) -> None:
+    """A process was killed between a frame's bytes and its mark; what a reader waits for and what is marked stays."""
+    disk.presence.lose([1, 2, 5])
+    with disk.writing:
+        disk.store.write(CONTENTS[5], BYTES[CONTENTS[5] : CONTENTS[6]])
+    before = disk.store.allocated()
+    kept = evict.tidy(disk.store, disk.presence, CONTENTS, Guard(disk.writing, in_use=lambda: {5}))
+    assert 16_384 <= kept < 40_000
+    assert disk.right(5)
+    assert evict.tidy(disk.store, disk.presence, CONTENTS, Guard(disk.writing)) >= 40_000
+    assert before - disk.store.allocated() >= 60_000
+    assert all(disk.right(frame) for frame in range(8) if disk.presence.states[frame])
+    assert evict.tidy(disk.store, disk.presence, CONTENTS, Guard(disk.writing)) == 0
+
+
 def test_a_file_system_that_punches_no_holes_keeps_every_frame(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     from weenv.core.errors import StorageError
 

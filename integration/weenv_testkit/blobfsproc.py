@@ -75,6 +75,7 @@ class Blobfs:
         """What ``weenv status`` reads."""
         with socket.socket(socket.AF_UNIX) as client:
             client.connect(self.config.status_socket)
+            client.sendall(b'{"op": "status"}\n')
             data = b""
             while part := client.recv(1 << 16):
                 data += part

@@ -183,6 +183,30 @@ def _punch(
     return done
 
 
+def tidy(store: DataStore, presence: Presence, contents: Sequence[int], guard: Guard | None = None) -> int:
+    """Give back what ``data`` holds where no frame is marked; returns how many bytes of disk that were.
+
+    A process that is killed after it has written a frame and before it has marked it leaves such, and a reboot voids marks.
+    Raises :class:`StorageError`.
+    """
+    with store.alone() as alone:
+        return tidy_alone(store, presence, contents, guard or Guard()) if alone else 0
+
+
+def tidy_alone(store: DataStore, presence: Presence, contents: Sequence[int], guard: Guard) -> int:
+    """:func:`tidy` for who has the lease already."""
+    if not presence.reload() or not guard.quiet():
+        return 0
+    before = store.allocated()
+    with guard.writing:
+        busy = guard.in_use()
+        gone = [frame for frame, state in enumerate(presence.states) if state == MISSING and frame not in busy]
+        for begin, end, _ in holes(presence.states, contents, gone, busy, store.block_size()):
+            if begin < end and store.has_data(begin, end):
+                store.punch(begin, end)
+    return max(0, before - store.allocated())
+
+
 def holes(
     states: bytes | bytearray, contents: Sequence[int], gone: Sequence[int], busy: Collection[int], block: int
 ) -> list[tuple[int, int, range]]:

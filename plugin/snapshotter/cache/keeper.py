@@ -39,6 +39,8 @@ log = logging.getLogger(__name__)
 _BATCH_FRAMES: Final = 256
 _BATCH_BYTES: Final = 64 << 20
 """What is punched out at a time: who opens the layer meanwhile waits for so much."""
+_SLACK: Final = 256 << 10
+"""Bytes that a layer may have on disk without marks before somebody looks which."""
 _PERIOD_BYTES: Final = 4 << 20
 _PERIOD_SHARE: Final = 16
 _PERIOD: Final = 60.0
@@ -269,6 +271,9 @@ class Keeper:
                     held = Held(held.sizes, held.states, held.ages, entry.discarded or unused(entry.digest), entry.used_at)
                     helds.append(held)
                     kept.append(entry)
+            if not dry:
+                for entry, held in zip(kept, helds, strict=True):
+                    self._tidy(entry, held)
             youngest = OLDEST if which.before else 0
             spare: set[int] = set()
             while wanted > done.size:
@@ -279,6 +284,22 @@ class Keeper:
                     self._drop(kept[index], helds[index], frames, done, reason, dry=dry)
                     spare.add(index)  # what could not go of it now is not asked for again
         return done
+
+    def _tidy(self, entry: Entry, held: Held) -> None:
+        """Give back what is on disk without a mark, where there is much of it."""
+        marked = int(held.sizes[held.states != MISSING].sum(dtype=np.int64))
+        if entry.allocated <= marked + marked // 16 + _SLACK:
+            return
+        try:
+            with self._store(entry) as store, contextlib.ExitStack() as stack:
+                if entry.opened is not None:
+                    evict.tidy(store, entry.opened.presence, entry.opened.contents, self._guard(entry.opened))
+                elif stack.enter_context(store.alone()):
+                    presence = Presence.open(entry.path, held.sizes, int(held.sizes.sum(dtype=np.int64)), look=False)
+                    stack.callback(presence.close)
+                    evict.tidy_alone(store, presence, [0, *np.cumsum(held.sizes, dtype=np.int64).tolist()], Guard())
+        except (OSError, WeenvError) as error:
+            log.warning("cached data cannot be given back", extra={"layer": entry.digest, "error": str(error)})
 
     def _held(self, entry: Entry, before: float) -> Held | None:
         """What there is of a layer. With ``before`` every frame is as old as can be, or, used since then, of age 0."""

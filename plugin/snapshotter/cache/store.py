@@ -143,6 +143,13 @@ class DataStore:
             code = ctypes.get_errno()
             raise StorageError(f"cannot punch a hole into {self._path}: {os.strerror(code)}", errno=code)
 
+    def has_data(self, begin: int, end: int) -> bool:
+        """Whether anything of ``[begin, end)`` takes disk blocks, or may."""
+        try:
+            return os.lseek(self.fd, begin, os.SEEK_DATA) < end
+        except OSError:  # ENXIO: nothing is behind ``begin``
+            return False
+
     def block_size(self) -> int:
         """Bytes of a disk block, as far as the file system says."""
         return max(512, os.fstat(self.fd).st_blksize)

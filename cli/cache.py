@@ -1,0 +1,171 @@
+"""``weenv cache``: what of the layers is kept on this node's disk, and taking some of it out."""
+
+from __future__ import annotations
+
+import re
+import time
+from typing import Any
+
+import click
+
+from weenv.cli import render
+from weenv.core import units
+from weenv.core.errors import InvalidRequest, WeenvError
+from weenv.core.settings import DEFAULT_CONFIG, read_tables
+
+_AGE = re.compile(r"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?\Z", re.ASCII)
+_PATIENCE = 600.0
+"""Seconds that the running blobfs may take: it punches out some gigabytes a second."""
+
+CONFIG = click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration.")
+
+
+def _age(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+    """Seconds from ``90s``, ``15m``, ``24h``, ``7d`` or several of them."""
+    if value is None:
+        return None
+    match = _AGE.match(value)
+    if not value or match is None:
+        raise click.BadParameter(f"{value!r} is no age: write 90s, 15m, 24h or 7d")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
+
+
+def _bytes(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Bytes from ``500M``, ``20Gi`` or a number."""
+    found = 0 if value == "0" else units.parse_bytes(value) if value is not None else None
+    if value is not None and found is None:
+        raise click.BadParameter(f"{value!r} is no size: write a number of bytes, or 500M, 20Gi")
+    return found
+
+
+def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
+    """The answer of the running blobfs, or the same from the directories where none runs."""
+    from weenv.plugin.snapshotter.blobfs import config as blobfs_config
+    from weenv.plugin.snapshotter.blobfs import control
+    from weenv.plugin.snapshotter.cache.keeper import Keeper, matches
+
+    config = blobfs_config.from_table(tables.get("blobfs", {}))
+    if (answer := control.ask(config.status_socket, request, patience=_PATIENCE)) is not None:
+        return answer
+    keeper = Keeper(config.root, config.cache)
+    try:
+        if request["op"] == "cache":
+            size = keeper.size()
+            bounds = size.bounds
+            cache = {"data": size.data, "high": bounds.high if bounds.bounded else None}
+            return {"layers": keeper.rows(), "cache": {**cache, "low": bounds.low if bounds.bounded else None}}
+        which, to, dry = control.prune_request(request)
+        if unknown := matches(which.prefixes, keeper.entries()):
+            raise InvalidRequest(f"no layer here begins with {unknown[0]}", hint="see weenv cache ls")
+        return keeper.prune(which, to, dry=dry)
+    except OSError as error:
+        hint = "run it as root" if isinstance(error, PermissionError) else "is [blobfs] root right?"
+        raise WeenvError(f"the layers in {config.root} cannot be looked at: {error.strerror}", hint=hint) from error
+
+
+@click.group()
+def cache() -> None:
+    """Show and limit what is kept of the layers on this node's disk.
+
+    What is taken out is fetched again when somebody reads it. [blobfs.cache] in the configuration limits it for good.
+    """
+
+
+@cache.command("ls")
+@CONFIG
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def ls(config_path: str, as_json: bool) -> None:
+    """List the layers with what each has on disk, the one used last first.
+
+    \b
+    Examples:
+      weenv cache ls
+      weenv cache ls --json | jq '.layers[] | select(.unused)'
+    """
+    answer = _ask(read_tables(config_path), {"op": "cache"})
+    rows = sorted(answer["layers"], key=lambda row: -row["used_at"])
+    if as_json:
+        render.print_json({**answer, "layers": rows})
+        return
+    now = time.time()
+    if rows:
+        render.table(
+            ["layer", "on disk", "local", "frames", "used", "state"],
+            [
+                (
+                    render.short(row["digest"]),
+                    render.size(row["disk_bytes"]),
+                    f"{row['local_bytes'] / row['stream_size']:.1%}" if row["stream_size"] else "100%",
+                    f"{row['frames_local']}/{row['frames']}",
+                    f"{_ago(now - row['used_at'])} ago",
+                    "[yellow]no image has it[/]" if row["unused"] else "" if row["evictable"] else "read by the kernel itself",
+                )
+                for row in rows
+            ],
+            right=[1, 2, 3, 4], drop=[3],
+        )  # fmt: skip
+    else:
+        click.echo("Nothing of any layer is on this node's disk.")
+    limits = answer["cache"]
+    line = f"{render.counted(len(rows), 'layer')}, {render.size(limits['data'])} on disk"
+    if limits["high"] is not None:
+        line += f"; evicted from {render.size(limits['high'])} on, down to {render.size(limits['low'])}"
+    click.echo(line)
+
+
+def _ago(seconds: float) -> str:
+    for length, unit in ((86400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} s"
+
+
+@cache.command("prune", short_help="Take layers' data out of the cache.")
+@CONFIG
+@click.option("--all", "everything", is_flag=True, help="All that can go.")
+@click.option("--until", "age", callback=_age, metavar="AGE", help="What nobody has read for so long: 90s, 15m, 24h, 7d.")
+@click.option("--layer", "layers", multiple=True, metavar="DIGEST", help="Of this layer only, or its first digits; repeatable.")
+@click.option("--to", "size", callback=_bytes, metavar="SIZE", help="No more than makes the cache that small: 500M, 20Gi.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@click.option("--json", "as_json", is_flag=True, help="For machines.")
+def prune(
+    config_path: str, everything: bool, age: float | None, layers: tuple[str, ...], size: int | None, dry_run: bool,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Take data out of the cache, what was not read for longest first.
+
+    Running containers lose nothing: what they read again is fetched again. Data that the kernel reads without WeEnv (a
+    layer that was complete when its containers started), and what a reader waits for, stays.
+
+    \b
+    Examples:
+      weenv cache prune --until 24h
+      weenv cache prune --to 20Gi --dry-run
+      weenv cache prune --layer 4f2a91c0 --all
+    """
+    if not (everything or age is not None or layers or size is not None):
+        raise click.UsageError("say what: --all, --until AGE, --layer DIGEST or --to SIZE")
+    prefixes = [layer.removeprefix("sha256:").lower() for layer in layers]
+    request: dict[str, Any] = {"op": "prune", "layers": prefixes, "dry_run": dry_run}
+    if age is not None:
+        request["before"] = time.time() - age
+    if size is not None:
+        request["to"] = size
+    answer = _ask(read_tables(config_path), request)
+    if as_json:
+        render.print_json(answer)
+        return
+    for row in answer["layers"]:
+        if row["why"] and not row["frames"]:
+            click.echo(f"layer {render.short(row['digest'])} stays: {_WHY.get(row['why'], row['why'])}", err=True)
+    what = f"{render.counted(answer['frames'], 'frame')}, {render.size(answer['bytes'])}"
+    click.echo(f"would take out {what}" if answer["dry_run"] else f"took out {what}; {render.size(answer['data_after'])} left")
+
+
+_WHY = {
+    "mounted": "the kernel reads it by itself, for containers that run",
+    "busy": "readers wait for it",
+    "disk": "its marks cannot be written; look at the disk",
+    "unsupported": "its file system punches no holes",
+}

@@ -70,6 +70,20 @@ def _program(tree: Tree, given: str | None) -> str:
     return path
 
 
+def _check_reach(tree: Tree, program: str) -> None:
+    """The gateway is not root, so it has to be able to get at the command and at the Python that it names."""
+    first = (tree.read(program) or b"").partition(b"\n")[0]
+    interpreter = os.fsdecode(first[2:].split()[0]) if first.startswith(b"#!/") else program
+    for path in (program, interpreter, tree.resolve(interpreter)):
+        while path != "/":
+            path = os.path.dirname(path)
+            if not os.stat(tree.host(path)).st_mode & 0o001:
+                raise ConfigError(
+                    f"the gateway does not run as root, and {path} lets nobody else pass to {program}",
+                    hint="install weenv elsewhere, such as in /opt/weenv, or leave --with gateway out",
+                )
+
+
 def _settings(tree: Tree, program: str, config: str, chosen: frozenset[str]) -> files.Settings:
     """From the system's configuration, which is checked by the way. Raises ConfigError."""
     from weenv.environment.gateway import config as gateway
@@ -179,7 +193,10 @@ def install(
         }
         if {"elastic", "nri"} <= set(options["with"]):
             raise ConfigError("elastic includes nri: they do not run side by side", hint="leave --with nri out")
-        settings = _settings(tree, _program(tree, program), options["config"], frozenset(options["with"]))
+        command = _program(tree, program)
+        if "gateway" in options["with"]:
+            _check_reach(tree, command)
+        settings = _settings(tree, command, options["config"], frozenset(options["with"]))
         line = 0 if no_containerd else _containerd_line(tree, containerd_version, options["containerd"])
         items, amends = _amends(tree, settings, options, line)
         links = files.links(settings)
@@ -426,11 +443,18 @@ def _using(root: str) -> list[str]:
     from weenv.plugin.snapshotter.mounts import mounts_below
 
     inside = f"{root}/"
+    entries = mounts_below("/").values()
+    own = {entry.device: entry.point[len(root) :] for entry in entries if entry.point.startswith(inside)}
+
+    def view(point: str, device: str) -> bool:
+        """Not where the root shows a second time, because it is a bind mount itself."""
+        return not point.startswith(inside) and not point.endswith(own.get(device, "//"))
+
     return [
         entry.point
-        for entry in mounts_below("/").values()
+        for entry in entries
         if (entry.fstype == "overlay" and inside in entry.super_options)
-        or (entry.fstype == "erofs" and entry.source.startswith(inside) and not entry.point.startswith(inside))
+        or (entry.fstype == "erofs" and entry.source.startswith(inside) and view(entry.point, entry.device))
     ]
 
 

@@ -1,0 +1,247 @@
+"""A node from ``weenv install`` to ``weenv uninstall``, under a real systemd: run in a guest of :mod:`weenv_testkit.kernels`.
+
+``python -m weenv_testkit.installguest STORAGE ADDRESS IMAGE`` with the storage of a docker-registry, the address that it had,
+and the reference of ``Store.lazy("pair")`` in it. Each check is one line of the output; the first that fails ends it with a
+traceback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+from weenv.plugin.snapshotter.mounts import mounts_below
+from weenv_testkit import corpus, tools
+from weenv_testkit.procs import processes_of, run, wait_until
+from weenv_testkit.registry import Registry
+
+LINE = "2.1"
+UNITS = "/usr/local/lib/systemd/system"
+DAEMONS = ("blobfs", "snapshotter", "elastic", "gateway")
+_BEGIN = time.monotonic()
+
+
+def say(text: str) -> None:
+    """One line of the report."""
+    print(f"{time.monotonic() - _BEGIN:6.1f} {text}", flush=True)
+
+
+def weenv(*arguments: str, status: int = 0) -> str:
+    """Run the command; its output, errors included."""
+    argv = [*tools.weenv(), *arguments]
+    done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == status, f"weenv {arguments} ended with {done.returncode}:\n{done.stdout}\n{journal()}"
+    return done.stdout
+
+
+def journal() -> str:
+    """What systemd and the daemons have said."""
+    return run("journalctl", "--no-pager", "--output=cat", "--unit=weenv*", "--unit=containerd", "--lines=150", check=False)
+
+
+def show(unit: str, name: str) -> str:
+    """A property of a unit."""
+    return run("systemctl", "show", "--value", f"--property={name}", unit).strip()
+
+
+def pid(daemon: str) -> int:
+    """The main process of a daemon's unit; 0 where none runs."""
+    return int(show(f"weenv-{daemon}.service", "MainPID"))
+
+
+def active(daemon: str) -> bool:
+    """Whether systemd has been told that it is ready."""
+    return show(f"weenv-{daemon}.service", "ActiveState") == "active"
+
+
+def files() -> dict[str, str]:
+    """Everything below /etc and /usr/local that an installation could touch: path to digest or target."""
+    found = {}
+    for top in ("/etc", "/usr/local"):
+        for folder, names, others in os.walk(top):
+            for name in [*names, *others]:
+                path = os.path.join(folder, name)
+                if os.path.islink(path):
+                    found[path] = os.readlink(path)
+                elif os.path.isdir(path):
+                    found[path] = "directory"
+                elif os.path.isfile(path):
+                    with open(path, "rb") as file:
+                        found[path] = hashlib.sha256(file.read()).hexdigest()
+    return found
+
+
+def prepare() -> None:
+    """What Debian's packages of containerd and runc would put there, and a disk for what cannot be in memory."""
+    os.chmod("/root", 0o711)  # where this machine may have its Python
+    for name in ("weenv", "containerd"):
+        os.makedirs(f"/var/tmp/{name}")
+        os.makedirs(f"/var/lib/{name}", exist_ok=True)
+        run("mount", "--bind", f"/var/tmp/{name}", f"/var/lib/{name}")
+    programs = [os.path.join(tools.containerd_bin(LINE), name) for name in ("containerd", "ctr", "containerd-shim-runc-v2")]
+    for program in (*programs, tools.runc()):
+        os.symlink(program, f"/usr/local/bin/{os.path.basename(program)}")
+    package = os.path.join(os.path.dirname(tools.containerd_bin(LINE)), "root")
+    with open(f"{package}/usr/lib/systemd/system/containerd.service") as file:
+        unit = file.read().replace("/usr/bin/containerd", "/usr/local/bin/containerd")
+    with open("/etc/systemd/system/containerd.service", "w") as file:
+        file.write(unit)
+    shutil.copytree(f"{package}/etc/containerd", "/etc/containerd", dirs_exist_ok=True)
+    run("systemctl", "daemon-reload")
+    run("systemctl", "start", "containerd")
+
+
+def ctr(*arguments: str) -> str:
+    """Run ctr."""
+    return run("/usr/local/bin/ctr", *arguments)
+
+
+def installed() -> None:
+    """``weenv install`` brings everything up, and a second run changes nothing."""
+    assert "would" in weenv("install", "--dry-run") and not os.path.exists(UNITS)
+    text = weenv("install", "--with", "elastic", "--with", "gateway")
+    assert "restarted containerd.service" in text, text
+    for daemon in DAEMONS:
+        assert active(daemon), (daemon, journal())
+        assert int(show(f"weenv-{daemon}.service", "WatchdogTimestampMonotonic")) > 0
+        assert show(f"weenv-{daemon}.service", "ControlGroup").startswith("/weenv.slice/")
+        with open(f"/proc/{pid(daemon)}/oom_score_adj") as file:
+            assert int(file.read()) <= -500
+    for daemon in ("blobfs", "snapshotter"):
+        assert os.readlink(f"/proc/{pid(daemon)}/ns/mnt") == os.readlink("/proc/1/ns/mnt"), "mounts must propagate"
+    with open(f"/proc/{pid('gateway')}/status") as file:
+        assert "Uid:\t0" not in file.read(), "the gateway is not root"
+    with open("/sys/fs/cgroup/weenv.slice/memory.min") as file:
+        assert int(file.read()) == 256 << 20
+    assert "weenv" in ctr("plugins", "ls")
+    say("installed: all daemons told that they are ready")
+    assert weenv("install") == "weenv is installed as it should be: nothing was changed\n"
+    say("a second run changes nothing")
+
+
+@contextlib.contextmanager
+def container(image: str) -> Iterator[str]:
+    """A container of a lazily pulled image, by containerd as it is configured now."""
+    ctr("images", "pull", "--plain-http", "--snapshotter", "weenv", image)
+    assert "lazy" in weenv("status")
+    name = "c1"
+    ctr("run", "--detach", "--null-io", "--snapshotter", "weenv", image, name, "sleep", "1000")
+    try:
+        yield name
+    finally:
+        for words in (("tasks", "kill", "--signal", "KILL", name), ("tasks", "delete", "--force", name)):
+            subprocess.run(["/usr/local/bin/ctr", *words], capture_output=True, check=False)
+        ctr("containers", "delete", name)
+
+
+class Reader:
+    """``sha256sum`` in the container of one of the image's files that nobody has read yet."""
+
+    def __init__(self, name: str, number: int) -> None:
+        self.number = number
+        argv = ["/usr/local/bin/ctr", "tasks", "exec", "--exec-id", f"e{number}", name, "sha256sum", f"/data/{number}"]
+        self.process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+    def ends_well(self) -> None:
+        """The right content came, and no error."""
+        said, _ = self.process.communicate(timeout=60)
+        expected = hashlib.sha256(corpus.noise(50_000, 500 + self.number)).hexdigest()
+        assert self.process.returncode == 0 and said.split()[0] == expected, (said, journal())
+
+
+def waiting() -> bool:
+    """Whether blobfs has a reader that it cannot answer yet."""
+    with socket.socket(socket.AF_UNIX) as asked:
+        asked.connect("/run/weenv/blobfs.sock")
+        text = b"".join(iter(lambda: asked.recv(65536), b""))
+    return bool(json.loads(text)["waiting"])
+
+
+def survives(name: str, registry: Registry) -> None:
+    """Kills, hangs and restarts: systemd starts anew what ended, and the container reads on."""
+    kept = int(show("weenv-blobfs.service", "NFileDescriptorStore"))
+    say(f"systemd {run('systemctl', '--version').split()[1]} keeps {kept} descriptors")
+    os.kill(registry.pid, signal.SIGSTOP)
+    reader = Reader(name, 0)
+    wait_until("a reader to wait", waiting, 30)
+    old = pid("blobfs")
+    victims = [old, *processes_of("blobfs.holder")] if kept else [old]
+    for victim in victims:
+        os.kill(victim, signal.SIGKILL)
+    wait_until("another blobfs", lambda: pid("blobfs") not in (0, old) and active("blobfs"), 30)
+    os.kill(registry.pid, signal.SIGCONT)
+    reader.ends_well()
+    say(f"killed: {len(victims)} processes of blobfs while a reader waited; it got its data")
+
+    old = pid("snapshotter")
+    os.kill(old, signal.SIGKILL)
+    wait_until("another snapshotter", lambda: pid("snapshotter") not in (0, old) and active("snapshotter"), 30)
+    listed = ("snapshots", "--snapshotter", "weenv", "ls")  # containerd gives up connecting after a second, and tries again
+    wait_until("containerd to have it again", lambda: run("/usr/local/bin/ctr", *listed, check=False).count("\n") > 2, 15)
+    Reader(name, 1).ends_well()
+    say("killed: the snapshotter; containerd has it again")
+
+    before = {daemon: pid(daemon) for daemon in DAEMONS}
+    reader = Reader(name, 2)
+    run("systemctl", "restart", "weenv.target")
+    wait_until("all to be back", lambda: all(active(one) and pid(one) != before[one] for one in DAEMONS), 60)
+    reader.ends_well()
+    Reader(name, 3).ends_well()
+    say("restarted: everything, as an upgrade does")
+
+    before = {daemon: pid(daemon) for daemon in DAEMONS}
+    for one in before.values():
+        os.kill(one, signal.SIGSTOP)
+    wait_until("the watchdog to bite", lambda: all(active(one) and pid(one) != before[one] for one in DAEMONS), 60)
+    Reader(name, 4).ends_well()
+    say("hung: everything, until the watchdog noticed")
+
+
+def quick_watchdog() -> None:
+    """An operator's drop-in: minutes are too long here."""
+    for daemon in DAEMONS:
+        folder = f"/etc/systemd/system/weenv-{daemon}.service.d"
+        os.makedirs(folder)
+        with open(f"{folder}/quick.conf", "w") as file:
+            file.write("[Service]\nWatchdogSec=3\nTimeoutAbortSec=1\n")
+
+
+def main(storage: str, address: str, image: str) -> None:
+    """All of it."""
+    prepare()
+    quick_watchdog()
+    before = files()
+    with Registry("/var/tmp/registry", root=storage, address=address) as registry:
+        say("the node is up")
+        installed()
+        with container(image) as name:
+            survives(name, registry)
+            refused = weenv("uninstall", status=1)
+            assert "1 container" in refused and active("snapshotter"), refused
+            Reader(name, 5).ends_well()
+            say("uninstall is refused while a container runs")
+        weenv("uninstall")
+    after = files()
+    changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+    users = {"/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/.pwd.lock"}
+    assert changed <= users | {f"{path}-" for path in users}, changed
+    assert not os.path.exists("/run/weenv") and not mounts_below("/var/lib/weenv") and not mounts_below("/run/weenv")
+    assert "weenv-" not in run("systemctl", "list-units", "--all", "--plain", "--no-legend", "weenv-[!k]*")
+    left = [line for word in (" serve", "holder", "nursery") for line in processes_of(word).values() if "registry" not in line]
+    assert not left, left
+    assert os.path.exists("/var/lib/weenv/metastore.db"), "layers and snapshots stay"
+    assert "overlayfs" in ctr("plugins", "ls") and " weenv " not in ctr("plugins", "ls")
+    say("uninstalled: everything is as it was before, but for the user and the layers")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

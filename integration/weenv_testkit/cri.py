@@ -175,9 +175,14 @@ class Cri:
 
     # -- images -------------------------------------------------------------------------------------------------
 
-    def pull(self, ref: str, login: tuple[str, str] | None = None) -> str:
-        """PullImage, with user name and password as kubelet sends them; the image's id."""
+    def pull(
+        self, ref: str, login: tuple[str, str] | None = None, *, annotations: Mapping[str, str] | None = None
+    ) -> str:
+        """PullImage, with user name and password and a pod's annotations as kubelet sends them; the image's id."""
         request = SCHEMA["PullImageRequest"](image=SCHEMA["ImageSpec"](image=ref))
+        if annotations:
+            metadata = SCHEMA["PodSandboxMetadata"](name="pull", uid="pull", namespace="weenv-test")
+            request.sandbox_config.MergeFrom(SCHEMA["PodSandboxConfig"](metadata=metadata, annotations=dict(annotations)))
         if login is not None:
             request.auth.username, request.auth.password = login
         return str(self._call("ImageService", "PullImage", request, "PullImageResponse").image_ref)
@@ -210,13 +215,18 @@ class Cri:
         options: Any = None,
         handler: str = "",
         privileged: bool = False,
+        logs: str = "",
     ) -> Pod:
-        """RunPodSandbox, with the node's network where ``options`` (NamespaceOption) do not say otherwise."""
+        """RunPodSandbox, with the node's network where ``options`` (NamespaceOption) do not say otherwise.
+
+        ``logs``: a directory where its containers log to file ``log``.
+        """
         unique = f"weenv-{name}-{secrets.token_hex(4)}"
         options = options or SCHEMA["NamespaceOption"](network=NAMESPACE_NODE)
         config = SCHEMA["PodSandboxConfig"](
             metadata=SCHEMA["PodSandboxMetadata"](name=unique, uid=unique, namespace="weenv-test"),
             annotations=dict(annotations or {}),
+            log_directory=logs,
             linux=SCHEMA["LinuxPodSandboxConfig"](
                 cgroup_parent=f"/{self._cgroup}/{unique}",  # kubelet would make and remove it
                 security_context=SCHEMA["LinuxSandboxSecurityContext"](namespace_options=options, privileged=privileged),
@@ -241,6 +251,7 @@ class Cri:
             metadata=SCHEMA["ContainerMetadata"](name=f"c-{secrets.token_hex(4)}"),
             image=SCHEMA["ImageSpec"](image=ref),
             command=command,
+            log_path="log" if pod.config.log_directory else "",
             mounts=mounts,
             envs=[SCHEMA["KeyValue"](key=key, value=value) for key, value in (environment or {}).items()],
             linux=SCHEMA["LinuxContainerConfig"](

@@ -1,0 +1,184 @@
+"""The DaemonSet of deploy/kubernetes, run for real: a few lines do with it through CRI what a kubelet would.
+
+Its pod serves a node's lazy images, is deleted and made anew under a reader, and never needs itself to start.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import yaml
+
+from weenv_testkit.corpus import noise
+from weenv_testkit.cri import EXITED, NAMESPACE_NODE, SCHEMA, Cri, Pod
+from weenv_testkit.images import Member
+from weenv_testkit.kube import DEPLOY, KubeNode, layer_digests, lazy_image
+from weenv_testkit.procs import Failed, connects, mounts_under, run, unmount_under, wait_until
+from weenv_testkit.registry import Registry
+from weenv_testkit.store import Store
+
+PROPAGATION = {"None": 0, "HostToContainer": 1, "Bidirectional": 2}
+"""Kubernetes' words -> CRI's MountPropagation."""
+
+
+class Kubelet:
+    """One DaemonSet's pod on one node. Paths of the manifest become this node's own, inside of the pod and outside."""
+
+    def __init__(self, node: KubeNode, cri: Cri, image: str) -> None:
+        self.node, self.cri, self.image = node, cri, image
+        text = (DEPLOY / "kubernetes" / "weenv.yaml").read_text()
+        for theirs, ours in {"/var/lib/weenv": node.root, "/run/weenv": node.run}.items():
+            text = text.replace(theirs, ours)
+        documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
+        self.handler = documents["RuntimeClass"]["handler"]
+        self.template = documents["DaemonSet"]["spec"]["template"]
+        os.makedirs(f"{node.home}/etc", exist_ok=True)
+        shutil.copy(node.config, f"{node.home}/etc/config.toml")
+        self.logs = f"{node.home}/pod-logs"
+        os.makedirs(self.logs)
+        self.pod: Pod | None = None
+
+    def log(self) -> str:
+        """What the pod's container has said."""
+        with open(f"{self.logs}/log", errors="replace") as file:
+            return file.read()[-3000:]
+
+    def _mounts(self, container: dict[str, Any]) -> list[Any]:
+        volumes = {volume["name"]: volume for volume in self.template["spec"]["volumes"]}
+        found = []
+        for mount in container["volumeMounts"]:
+            volume = volumes[mount["name"]]
+            if "secret" in volume:
+                continue  # optional, and not there
+            path = volume["hostPath"]["path"] if "hostPath" in volume else f"{self.node.home}/etc"
+            os.makedirs(path, exist_ok=True)
+            found.append(
+                SCHEMA["Mount"](
+                    container_path=mount["mountPath"],
+                    host_path=path,
+                    readonly=mount.get("readOnly", False),
+                    propagation=PROPAGATION[mount.get("mountPropagation", "None")],
+                )
+            )
+        return found
+
+    def start(self) -> str:
+        """Make the pod; the container's id."""
+        spec = self.template["spec"]
+        options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE if spec["hostNetwork"] else 0)
+        options.pid = NAMESPACE_NODE if spec["hostPID"] else 0
+        (container,) = spec["containers"]
+        privileged = container["securityContext"]["privileged"]
+        annotations = self.template["metadata"]["annotations"]
+        self.cri.pull(self.image, annotations=annotations)
+        self.pod = self.cri.run_pod(
+            "weenv", annotations, options=options, handler=self.handler, privileged=privileged, logs=self.logs
+        )
+        here = [SCHEMA["Mount"](container_path=path, host_path=path, readonly=True) for path in of_this_machine()]
+        environment = {one["name"]: one["value"] for one in container["env"]}
+        environment |= {"PATH": f"{os.path.dirname(sys.executable)}:/usr/sbin:/usr/bin:/sbin:/bin"}
+        if "PYTHONPATH" in os.environ:
+            environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
+        return self.cri.start_container(
+            self.pod, self.image, *container["command"], mounts=[*self._mounts(container), *here], environment=environment
+        )
+
+    def delete(self) -> None:
+        """As ``kubectl delete pod``."""
+        assert self.pod is not None
+        self.cri.remove_pod(self.pod)
+        self.pod = None
+
+
+def of_this_machine() -> list[str]:
+    """What the image would hold: the interpreter, its libraries, this clone."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    places = {"/usr", "/lib", "/lib64", "/bin", "/sbin", sys.prefix, sys.base_prefix, own}
+    kept = sorted(path for path in places if path and os.path.isdir(path))
+    return [path for path in kept if not any(path != other and path.startswith(other + "/") for other in kept)]
+
+
+@contextmanager
+def shared(path: str) -> Iterator[None]:
+    """A directory whose mounts others see, as every directory is where systemd runs."""
+    run("mount", "--bind", path, path)
+    run("mount", "--make-rshared", path)
+    try:
+        yield
+    finally:
+        unmount_under(path)
+        run("umount", "-l", path, check=False)
+
+
+@pytest.fixture(scope="module")
+def kubelet(line: str, home: str, registry: Registry, store: Store) -> Iterator[Kubelet]:
+    path = os.path.join(home, f"d{line}")
+    os.mkdir(path)
+    store.pause()
+    with shared(path):
+        node = KubeNode(line, path, registry=registry.host, settings={"blobfs.fill": "enabled = false"}, system=True)
+        try:
+            node.containerd.start()
+            with node.cri() as cri:
+                yield Kubelet(node, cri, store.plain("small"))
+        finally:
+            node.close()
+
+
+def serving(node: KubeNode) -> bool:
+    """Seen from the node: the socket answers, and the data's mount has come out of the pod."""
+    return connects(node.socket) and node.blobs in mounts_under(node.run)
+
+
+def again(call: Callable[[], str]) -> str:
+    """Nothing where containerd has not found the snapshotter's new socket yet, which takes seconds; a kubelet tries again."""
+    try:
+        return call()
+    except Failed as error:
+        if "connection error" not in str(error):
+            raise
+        return ""
+
+
+def test_its_pod_serves_the_node_and_is_replaced_under_readers(kubelet: Kubelet, registry: Registry, home: str) -> None:
+    node, cri = kubelet.node, kubelet.cri
+    content = noise(6 << 20, 800)
+    files = [Member(f"data/{number}", content[number:]) for number in range(3)]
+    ref = lazy_image(home, registry, f"ds{node.line}", *files)
+    container = kubelet.start()
+
+    def state() -> bool:
+        if cri.status(container).state == EXITED:
+            raise Failed(f"the daemons' container has ended:\n{kubelet.log()}")
+        return serving(node)
+
+    try:
+        wait_until("the pod to serve", state, 60)
+    except Failed as error:
+        raise Failed(f"{error}\n{kubelet.log()}") from None
+    wait_until("containerd to have found the socket", lambda: again(lambda: cri.pull(ref)), 30, 0.5)
+    assert not [each for each in node.containerd.content("k8s.io") if each in layer_digests(registry, ref)], "it is lazy"
+    pod = cri.run_pod("task")
+    script = "until test -e /go; do sleep 0.05; done; cat /data/1 | sha256sum > /sum; sleep 1000"
+    reader = cri.start_container(pod, ref, "sh", "-c", script)
+    assert cri.exec(reader, ["sh", "-c", "sha256sum < /data/0"]).split()[0] == hashlib.sha256(content).hexdigest()
+    kubelet.delete()
+    assert node.blobs in mounts_under(node.run), "what keeps the mount outlives the pod"
+    cri.exec(reader, ["touch", "/go"])
+    assert cri.exec(reader, ["sh", "-c", "sha256sum < /data/0"]).split()[0] == hashlib.sha256(content).hexdigest()
+    kubelet.start()
+    wait_until("the next pod to serve", lambda: serving(node), 60)
+    wait_until("the reader to have read on", lambda: cri.exec(reader, ["sh", "-c", "cat /sum || :"]), 60)
+    assert cri.exec(reader, ["cat", "/sum"]).split()[0] == hashlib.sha256(content[1:]).hexdigest()
+    other = wait_until("a container to start", lambda: again(lambda: cri.start_container(pod, ref, "sleep", "1000")), 30, 0.5)
+    assert cri.exec(other, ["sh", "-c", "sha256sum < /data/2"]).split()[0] == hashlib.sha256(content[2:]).hexdigest()
+    cri.remove_pod(pod)
+    cri.remove_image(ref)
+    kubelet.delete()

@@ -3,9 +3,9 @@
 A mirror is a server like any other: it gets the credentials that docker's configuration has for *its* host, and never those
 of the registry that it mirrors.
 
-Shared state and races: ``_headers`` maps (server's origin, scope) to the header in use. It is only touched on the event loop and
-between awaits; renewals of one key run one at a time (:class:`SingleFlight`), and a caller whose header was already
-replaced by another's renewal just takes the new one.
+Shared state and races: ``_headers`` maps (server's origin, scope) to the header in use. It is only touched on the event
+loop and between awaits; renewals of one key run one at a time (:class:`SingleFlight`), and a caller whose header was
+already replaced by another's renewal just takes the new one.
 """
 
 from __future__ import annotations

@@ -155,6 +155,8 @@ class RegistryClient:
         self.auth = Authorizer(self.credentials or CredentialStore(config.docker_config), self._fetch_token)
         self.hosts = Hosts(config)
         self.health = Health(config.mirror_rest, config.max_retry_after)
+        self.ranged: set[str] = set()
+        """Origins of servers that have honoured Range."""
         self._plain: set[str] = set()  # origins that were configured with TLS and do not speak it
         self._contexts: dict[Trust, ssl.SSLContext] = {}
         self._foreign: dict[tuple[tuple[str, str, int], str], tuple[Endpoint, str]] = {}

@@ -140,6 +140,7 @@ class RegistrySource:
         self._places: dict[Endpoint, _Place] = {}
         self._served: deque[list[int | _Place]] = deque(maxlen=_SERVED)
         self._doubts: dict[int, tuple[int, float]] = {}
+        self._probe = asyncio.Lock()
         self._kept: _Answer | None = None
         self._kept_timer: asyncio.TimerHandle | None = None
 
@@ -235,6 +236,10 @@ class RegistrySource:
         position, end, failures, state = offset, offset + length, 0, _Round()
         while position < end:
             before, answer = position, self._take(position)
+            if answer is None and paced and self._unsure():
+                async with self._probe:  # many may begin at once, and each would be sent the whole blob
+                    if self._unsure():
+                        answer = await self._next(position, end, give_up, state, paced=paced)
             if answer is None:
                 answer = await self._next(position, end, give_up, state, paced=paced)
             if answer is None:  # all places have been tried
@@ -325,10 +330,16 @@ class RegistrySource:
         ordered = [known[one] for one in self.client.health.order(endpoints, now)]
         return sorted(ordered, key=lambda place: (place.ranges is False, place.wrong_until > now))
 
+    def _unsure(self) -> bool:
+        """True while no place is known to honour Range, neither for this blob nor for others."""
+        return self.ranges is None and not any(one.origin in self.client.ranged for one in self._places)
+
     async def _next(self, start: int, end: int, give_up: float, state: _Round, *, paced: bool) -> _Answer | None:
         """The first usable answer of the places that have not been tried; None: there is none of them."""
         now = asyncio.get_running_loop().time
         rest = deque[_Place]()
+        if paced and self.ranges is False:
+            raise RangesIgnored(self)
         for place in self._order():
             if place in state.tried or place in state.final:
                 continue
@@ -411,6 +422,7 @@ class RegistrySource:
             if match[3] is not None and int(match[3]) != self.size:
                 raise _TryAgain(f"it has {match[3]} bytes of a blob of {self.size}")
             place.ranges = True
+            self.client.ranged.add(place.endpoint.origin)
             return position
         if answer.status == 200:
             if (position, end) == (0, self.size):

@@ -48,13 +48,17 @@ class _Bounded:
         timer.daemon = True
         timer.start()
         try:
-            return super().getresponse()  # type: ignore[misc]
+            answer = super().getresponse()  # type: ignore[misc]
         except Exception as error:
             if late.is_set():
                 raise TimeoutError("the answer's header did not come in time") from error
             raise
         finally:
             timer.cancel()
+        if late.is_set():  # http.client takes the end of a connection for the end of a header
+            answer.close()
+            raise TimeoutError("the answer's header did not come in time")
+        return answer
 
 
 class _Http(_Bounded, HTTPConnection):
@@ -129,8 +133,12 @@ class Session(requests.Session):
         if target is None:
             return None
         parts = urlsplit(target)
+        refusal = ""
         if parts.scheme == "http" and str(resp.url).startswith("https:") and not self._config.is_plain(parts.netloc):
-            raise SourceError(f"redirect from TLS to plain HTTP at {parts.hostname}")
-        if parts.hostname and leads_inside(str(resp.url), target, self._config):
-            raise SourceError(f"redirect to {parts.hostname}, which is this node or its link")
+            refusal = f"redirect from TLS to plain HTTP at {parts.hostname}"
+        elif parts.hostname and leads_inside(str(resp.url), target, self._config):
+            refusal = f"redirect to {parts.hostname}, which is this node or its link"
+        if refusal:
+            resp.close()
+            raise SourceError(refusal)
         return target

@@ -246,6 +246,8 @@ def _pull_manifest(registry: OrasRegistry, reference: Reference) -> tuple[bytes,
                 if answer.status_code != 200:
                     raise _fail(registry, answer, str(reference))
                 data = _read_small(registry, answer, str(reference), give_up)
+            if not data:  # a connection that was cut in the header looks like that
+                raise ConnectionResetError(errno.ECONNRESET, os.strerror(errno.ECONNRESET))
             break
         except BROKEN as error:
             failures += 1

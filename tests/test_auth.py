@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import contextlib
 import json
 import os
 import stat
@@ -10,9 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
-from simulator.registry import SimulatedRegistry
+from simulator.registry import SimulatedRegistry, redirect
 
 from weenv.core.errors import ConfigError, SourceError, UnauthorizedError
 from weenv.registry.auth import merge_scopes, scope_of
@@ -20,6 +23,7 @@ from weenv.registry.challenge import Challenge, choose, parse_challenges, parse_
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.credentials import ANONYMOUS, Credential, CredentialStore, DockerConfig, StaticCredentials
+from weenv.registry.manifest import Descriptor
 from weenv.registry.source import RegistrySource
 
 BLOB = os.urandom(5000)
@@ -294,3 +298,138 @@ async def test_token_is_renewed_before_it_expires(monkeypatch: pytest.MonkeyPatc
             assert sim.count("token") == 2 and reads > refusals
             # No read after the first was refused on the way: every one carried a token that was good.
             assert c.counters.renewals == 1
+
+
+# -- what changes while a client runs ---------------------------------------------------------------------------------
+
+
+def login(directory: Path, host: str, user: str, password: str) -> None:
+    (directory / "config.json").write_text(json.dumps({"auths": {host: auth_entry(user, password)}}))
+
+
+@pytest.mark.parametrize("auth", ["basic", "bearer"])
+async def test_a_login_that_changes_mid_run_counts_at_once(tmp_path: Path, auth: str) -> None:
+    """The old password is refused, the docker configuration has a new one by then: no read fails."""
+    async with SimulatedRegistry(auth=auth, user=("u", "old")) as sim:
+        digest = sim.add_blob(BLOB)
+        login(tmp_path, sim.host, "u", "old")
+        config = RegistryConfig(docker_config=str(tmp_path / "config.json"), retry_delay=0.01)
+        async with RegistryClient(config) as c:
+            blob = RegistrySource(c, sim.host, "a", digest, len(BLOB))
+            assert await blob.read(0, 10) == BLOB[:10]
+            sim.user = ("u", "new")
+            sim.revoke()
+            login(tmp_path, sim.host, "u", "new")
+            assert await blob.read(10, 10) == BLOB[10:20]
+            sim.user = ("u", "newer")
+            sim.revoke()
+            with pytest.raises(UnauthorizedError):
+                await blob.read(20, 10)
+            login(tmp_path, sim.host, "u", "newer")
+            assert await blob.read(20, 10) == BLOB[20:30]
+            assert (await c.request("GET", sim.host, f"/v2/a/blobs/{digest}", what="x", scope=scope_of("a")))[2] == BLOB
+
+
+async def test_a_helper_is_asked_again_when_what_it_gave_has_expired(
+    helpers: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of cloud registries: a password of twelve hours, and 403 without WWW-Authenticate when it is over."""
+    secret = helpers / "secret"
+    helper = helpers / "docker-credential-cloud"
+    helper.write_text(f'#!/bin/sh\nprintf \'{{"Username":"u","Secret":"%s"}}\' "$(cat {secret})"\n')
+    helper.chmod(0o755)
+    async with SimulatedRegistry(auth="basic", user=("u", "one"), challenge_on_refusal=False) as sim:
+        digest = sim.add_blob(BLOB)
+        (helpers / "config.json").write_text(json.dumps({"credHelpers": {sim.host: "cloud"}}))
+        secret.write_text("one")
+        config = RegistryConfig(docker_config=str(helpers / "config.json"), retry_delay=0.01)
+        async with RegistryClient(config) as c:
+            blob = RegistrySource(c, sim.host, "a", digest, len(BLOB))
+            assert await blob.read(0, 10) == BLOB[:10]
+            secret.write_text("two")
+            sim.user = ("u", "two")
+            assert await blob.read(10, 10) == BLOB[10:20]
+            refused = [seen for seen in sim.seen if "Authorization" in seen.headers]
+            assert len(refused) == 3
+
+
+async def test_a_redirect_to_another_registry_gets_the_credentials_for_that_one() -> None:
+    """A registry may redirect to another one, with a token service of its own; ours for the first are not for it."""
+    second = SimulatedRegistry(auth="bearer", user=("two", "2"))
+    async with SimulatedRegistry(auth="bearer", user=("one", "1")) as first, second:
+        digest = second.add_blob(BLOB)
+        first.add_blob(BLOB)
+        first.script.extend([redirect(f"http://{second.host}/v2/other/blobs/{digest}")] * 10)
+        store = StaticCredentials({first.host: Credential("one", "1"), second.host: Credential("two", "2")})
+        async with RegistryClient(RegistryConfig(retry_delay=0.01), store) as c:
+            blob = RegistrySource(c, first.host, "a", digest, len(BLOB))
+            for start in range(0, 1000, 100):
+                assert await blob.read(start, 100) == BLOB[start : start + 100]
+            assert first.count("registry") == 2 and first.count("token") == 1
+            assert second.count("token") == 1
+            assert next(s.path for s in second.seen if s.server == "token").endswith("scope=repository%3Aother%3Apull")
+            tokens = set(first._tokens)
+            assert not any(s.headers.get("Authorization", "")[7:] in tokens for s in second.seen)
+            second.revoke()
+            assert await blob.read(0, 100) == BLOB[:100]
+            assert second.count("token") == 2
+            await c.transfer.pull_bytes(first.host, "a", Descriptor("x", digest, len(BLOB)))
+        async with RegistryClient(RegistryConfig(attempts=2), StaticCredentials({first.host: Credential("one", "1")})) as c:
+            with pytest.raises(UnauthorizedError):
+                await RegistrySource(c, first.host, "a", digest, len(BLOB)).read(0, 10)
+
+
+async def test_nothing_tells_a_storage_server_where_we_came_from() -> None:
+    """Storage that checks the Referer, or refuses a second kind of authorisation, is not given any."""
+    async with SimulatedRegistry(auth="bearer", redirect_blobs=True) as sim:
+        digest = sim.add_blob(BLOB)
+        async with client(sim) as c:
+            await RegistrySource(c, sim.host, "a", digest, len(BLOB)).read(0, 10)
+            await c.transfer.pull_bytes(sim.host, "a", Descriptor("x", digest, len(BLOB)))
+        stored = [seen for seen in sim.seen if seen.server == "storage"]
+        assert len(stored) == 2
+        assert not any({"referer", "authorization", "cookie"} & {name.lower() for name in seen.headers} for seen in stored)
+
+
+async def test_a_challenge_with_an_empty_scope_is_answered_with_ours() -> None:
+    class Empty(SimulatedRegistry):
+        def _refusal(self, request: web.Request) -> web.Response | None:
+            refusal = super()._refusal(request)
+            if refusal is not None:
+                refusal.headers["WWW-Authenticate"] = f'Bearer realm="http://{self.host}/token",service="s",scope=""'
+            return refusal
+
+    async with Empty(auth="bearer") as sim:
+        digest = sim.add_blob(BLOB)
+        async with client(sim) as c:
+            assert await RegistrySource(c, sim.host, "a", digest, len(BLOB)).read(0, 10) == BLOB[:10]
+        assert sim.count("token", part="scope=repository%3Aa%3Apull") == 1
+
+
+@pytest.mark.parametrize("trouble", ["down", "dripping"])
+async def test_a_token_service_in_trouble_is_waited_for_and_not_for_ever(trouble: str) -> None:
+    """It fails or drips twice; the read goes on when it is well again."""
+    class Sick(SimulatedRegistry):
+        async def _token(self, request: web.Request) -> web.StreamResponse:  # type: ignore[override]
+            if self.count("token") < 2:
+                if trouble == "down":
+                    self._record("token", request)
+                    return web.Response(status=503)
+                self._record("token", request)
+                answer = web.StreamResponse()
+                answer.content_length = 1000
+                await answer.prepare(request)
+                with contextlib.suppress(ConnectionError):
+                    for _ in range(200):
+                        await answer.write(b" ")
+                        await asyncio.sleep(0.05)
+                return answer
+            return await super()._token(request)
+
+    async with Sick(auth="bearer") as sim:
+        digest = sim.add_blob(BLOB)
+        quick = RegistryConfig(retry_delay=0.01, stall_timeout=0.3, connect_timeout=0.2, deadline=15.0)
+        async with RegistryClient(quick, StaticCredentials({})) as c:
+            async with asyncio.timeout(10):
+                assert await RegistrySource(c, sim.host, "a", digest, len(BLOB)).read(0, 10) == BLOB[:10]
+        assert sim.count("token") == 3

@@ -242,6 +242,76 @@ async def test_wrong_bytes_everywhere_fail_that_frame_alone_and_quickly(
         await b.get(5)
 
 
+async def test_wrong_bytes_are_fetched_again_where_the_source_may_have_others(tmp_path: Path) -> None:
+    """Corrupted on the way: the next try has it right. Never served, and no error for the reader."""
+    source = SimulatedSource(LAYER.corrupted(5), good_after=10)
+
+    def heal(_offset: int, length: int) -> int:
+        if source.doubts == 2:
+            source.blob = LAYER.blob
+        return length
+
+    source.fault = heal
+    async with bench(tmp_path, source) as b:
+        await b.get(4, 5, 6)
+        assert b.fetcher.stats.errors == {"digest": 2}
+        assert source.frames_asked().count(5) == 3 and source.frames_asked().count(4) == 1
+
+
+async def test_the_latest_guess_is_fetched_first_whoever_made_it(tmp_path: Path) -> None:
+    """Read-ahead of hits (``want``) and of misses (``request``) is one queue with one order."""
+    source = SimulatedSource(LAYER.blob, delay=0.03)
+    async with bench(tmp_path, source, parallelism=2, range_max=1) as b:
+        b.fetcher.want(b.layer, [10], AHEAD)  # takes the only place that read-ahead may have
+        await asyncio.sleep(0.01)
+        b.fetcher.want(b.layer, [20, 21], AHEAD)
+        b.fetcher.want(b.layer, [40, 41], FILL)
+        await b.get(0, ahead=(30, 31))
+        b.fetcher.want(b.layer, [50, 51], AHEAD)
+        async with asyncio.timeout(10):
+            while b.layer.flights:
+                await asyncio.sleep(0.01)
+        asked = [frame for frame in source.frames_asked() if frame not in (0, 10)]
+        assert asked.index(50) < asked.index(51) and asked.index(30) < asked.index(31) and asked.index(20) < asked.index(21)
+        assert asked.index(51) < asked.index(20) and asked.index(31) < asked.index(20), "the latest before the earlier"
+        assert asked[-2:] == [40, 41], "the fill comes last, in turn"
+
+
+async def test_a_retry_after_is_waited_for_without_a_place_among_the_ranged_reads(tmp_path: Path) -> None:
+    """429: the frame waits, other frames do not; it is asked for again when the time is over, and no reader notices."""
+    refused: list[float] = []
+
+    def fault(offset: int, length: int) -> int:
+        if offset == STARTS[5] and not refused:
+            refused.append(time.monotonic())
+            raise UnavailableError("status 429", retry_after=0.5)
+        return length
+
+    source = SimulatedSource(LAYER.blob, fault=fault)
+    async with bench(tmp_path, source, parallelism=1, range_max=1) as b:
+        slow = asyncio.ensure_future(b.get(5))
+        while not refused:
+            await asyncio.sleep(0.001)
+        await asyncio.gather(*(b.get(frame) for frame in range(10, 20)))
+        assert not slow.done()
+        await slow
+        assert time.monotonic() - refused[0] >= 0.5
+        assert "eio" not in b.fetcher.stats.errors
+
+
+async def test_the_reason_of_an_error_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def fault(_offset: int, _length: int) -> int:
+        raise UnavailableError("the registry is down")
+
+    async with bench(tmp_path, SimulatedSource(LAYER.blob, fault=fault), deadline=0.3, refuse=0.01) as b:
+        results = await asyncio.gather(*(b.get(frame) for frame in range(0, COUNT, 3)), return_exceptions=True)
+        assert all(isinstance(result, OSError) and result.errno == errno.EIO for result in results)
+        with pytest.raises(OSError):
+            await b.get(1)
+        said = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert len(said) == 1 and "down" in said[0].__dict__["error"]
+
+
 async def test_failures_are_retried_until_the_source_is_back(tmp_path: Path) -> None:
     down = True
 

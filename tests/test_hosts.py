@@ -88,8 +88,9 @@ def test_urls_and_the_namespace() -> None:
         ("x = ", "not TOML"), ('server = 5', "server must be"), ('host = 5', "host must hold"),
         ('[host."https://m"]\ncapabilities = ["fly"]', "unknown capability 'fly'"),
         ('[host."https://m"]\ncapabilities = "pull"', "list of strings"), ('[host."https://m"]\nca = 5', "ca must be"),
-        ('[host."https://m"]\nclient = [["a", "b", "c"]]', "client must be"), ('[host."https://m"]\nclient = 5', "client must be"),
-        ('[host."https://m"]\nskip_verify = "yes"', "skip_verify must be"), ('[host."https://m"]\nheader = 5', "header must be"),
+        ('[host."https://m"]\nclient = [["a", "b", "c"]]', "client must be"),
+        ('[host."https://m"]\nclient = 5', "client must be"), ('[host."https://m"]\nheader = 5', "header must be"),
+        ('[host."https://m"]\nskip_verify = "yes"', "skip_verify must be"),
         ('[host."https://m".header]\nx = 5', "header 'x'"), ('[host."https://m".header]\nx = "a\\nb"', "header 'x'"),
         ('[host."https://m"]\ndial_timeout = "soon"', "duration"), ('[host."ftp://m"]', "not a server's address"),
         ('[host."https://"]', "not a server's address"), ('[host."https://u:p@m"]', "not a server's address"),
@@ -196,7 +197,7 @@ def test_dockers_own_layout(tmp_path: Path) -> None:
 
 def test_nobody_who_may_be_asked(tmp_path: Path) -> None:
     put(tmp_path / "first/r.example/hosts.toml", 'server = "https://r.example"\ncapabilities = ["push"]')
-    with pytest.raises(ConfigError, match="no server of r.example may be asked to pull") as caught:
+    with pytest.raises(ConfigError, match=r"no server of r\.example may be asked to pull") as caught:
         hosts(tmp_path).endpoints("r.example", PULL)
     assert "hosts.toml" in caught.value.hint
 

@@ -387,7 +387,11 @@ async def test_a_sick_mirror_rests_and_is_asked_again_later(tmp_path: Path, capl
         assert own == 10 and 2 <= mirror <= 4
         assert sum("rests" in record.message for record in caplog.records) >= 1
         b.mirror.down = False
-        await asyncio.sleep(5.0 if mirror > 3 else 2.5)
+        async with asyncio.timeout(15):
+            while not b.mirror.seen:
+                await asyncio.sleep(0.05)
+                await b.get("range")
+        b.asked()
         await b.get("range")
         assert b.asked() == (1, 0)
 

@@ -71,7 +71,8 @@ async def test_reads_beyond_the_blob_are_refused(offset: int, length: int) -> No
     [
         simulated.drop(0), simulated.drop(70_000), simulated.drop_at_once, simulated.short(70_000), simulated.short(1),
         simulated.status(500), simulated.status(503), simulated.status(429, {"Retry-After": "0"}), simulated.stall(3.0),
-        simulated.stall(3.0, after=70_000), simulated.wrong_range, simulated.wrong_total, simulated.multipart, simulated.drip(0.01), simulated.drip(0.6),
+        simulated.stall(3.0, after=70_000), simulated.wrong_range, simulated.wrong_total, simulated.multipart,
+        simulated.drip(0.01), simulated.drip(0.6),
     ],
 )  # fmt: skip
 async def test_one_failure_is_not_seen_by_the_reader(fault: simulated.Fault) -> None:

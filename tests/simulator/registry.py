@@ -150,8 +150,9 @@ def multipart(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: 
     """A 206 as for several ranges (RFC 9110, 14.6), although one was asked for."""
 
     async def answer() -> web.Response:
-        part = f"--x\r\nContent-Range: bytes {start}-{end - 1}/{len(blob)}\r\n\r\n".encode() + blob[start:end] + b"\r\n--x--\r\n"
-        return web.Response(status=206, body=part, headers={"Content-Type": "multipart/byteranges; boundary=x"})
+        head = f"--x\r\nContent-Range: bytes {start}-{end - 1}/{len(blob)}\r\n\r\n".encode()
+        body = head + blob[start:end] + b"\r\n--x--\r\n"
+        return web.Response(status=206, body=body, headers={"Content-Type": "multipart/byteranges; boundary=x"})
 
     return answer()
 
@@ -252,7 +253,13 @@ class SimulatedRegistry:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for runner in self._runners:
+            assert runner.server is not None
+            held = [handler.transport for handler in runner.server.connections]
             await runner.cleanup()
+            for transport in held:
+                if transport is not None:
+                    transport.abort()  # TLS would wait for the other side's farewell, longer than the loop lives
+        await asyncio.sleep(0)
 
     def add_blob(self, data: bytes) -> str:
         """Hold a blob; returns its digest."""
@@ -294,6 +301,8 @@ class SimulatedRegistry:
             assert self.user is not None
             if given == "Basic " + base64.b64encode(":".join(self.user).encode()).decode():
                 return None
+            if given and not self.challenge_on_refusal:
+                return web.Response(status=403)
             return web.Response(status=401, headers={"WWW-Authenticate": 'Basic realm="simulated"'})
         now = asyncio.get_running_loop().time()
         if given.startswith("Bearer ") and self._tokens.get(given[7:], 0.0) > now:

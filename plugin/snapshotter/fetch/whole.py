@@ -23,6 +23,8 @@ from weenv.registry.ranged import RegistrySource
 
 log = logging.getLogger(__name__)
 
+_PASSED: Final = 32 << 20
+"""Bytes of frames that are kept for ranged reads under way."""
 _STILL: Final = 15.0
 """Seconds without a byte after which a stream keeps nobody waiting beyond his deadline."""
 
@@ -71,6 +73,9 @@ class _Stream:
     number: int
     source: RegistrySource
     wanted: dict[int, Flight] = field(default_factory=dict)
+    passed: dict[int, bytes] = field(default_factory=dict)
+    """Frames that passed by while a ranged read was under way that may yet turn out to be refused one."""
+    passed_bytes: int = 0
     moved: float = 0.0
 
 
@@ -105,8 +110,16 @@ class WholeLayers:
             task = asyncio.get_running_loop().create_task(self._run(stream))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
+        here: list[tuple[Flight, bytes]] = []
         with self._lock:
-            stream.wanted.update({flight.frame: flight for flight in flights})
+            for flight in flights:
+                data = stream.passed.pop(flight.frame, None)
+                if data is None:
+                    stream.wanted[flight.frame] = flight
+                else:
+                    here.append((flight, data))
+        for flight, data in here:
+            self._queue(flight, data, number)
 
     def late(self, now: float) -> list[Flight]:
         """Flights that a reader waited for too long while their stream stood still; they are no longer waited for here."""
@@ -137,7 +150,7 @@ class WholeLayers:
                     stream.moved = time.monotonic()
                     self._count(len(chunk))
                     for frame, data in cutter.feed(chunk):
-                        flight = self._claim(stream, frame)
+                        flight = self._claim(stream, frame, data)
                         if flight is not None:
                             self._queue(flight, data, stream.number)
                     await self._hold(stream.wanted.values())
@@ -153,7 +166,7 @@ class WholeLayers:
         for flight in left:
             self._retry(flight, stream.number, failure)
 
-    def _claim(self, stream: _Stream, frame: int) -> Flight | None:
+    def _claim(self, stream: _Stream, frame: int, data: bytes) -> Flight | None:
         """The flight of a frame that passes by, active from now on; None where nobody needs it or another brings it."""
         layer = stream.layer
         with self._lock:
@@ -163,6 +176,9 @@ class WholeLayers:
                     return None
                 flight = layer.flights[frame] = Flight(layer, frame, FILL)
             elif stream.wanted.pop(frame, None) is not flight and flight.state == ACTIVE:
+                if flight.content is None and stream.passed_bytes + len(data) <= _PASSED:
+                    stream.passed[frame] = data
+                    stream.passed_bytes += len(data)
                 return None
             flight.state = ACTIVE
             return flight

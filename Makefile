@@ -55,7 +55,7 @@ lint: .venv/bin/ruff
 # The lock names every file by hash and no index, so it works with whatever index pip is configured for.
 lock: .venv/bin/ruff
 	.venv/bin/python -m pip install --quiet uv
-	.venv/bin/uv pip compile pyproject.toml requirements-build.in --extra dev --extra systemd $(LOCK) --upgrade --output-file requirements.lock
+	.venv/bin/uv pip compile pyproject.toml requirements-build.in --extra dev --extra fuse --extra systemd $(LOCK) --upgrade --output-file requirements.lock
 	.venv/bin/uv pip compile requirements-build.in --constraint requirements.lock $(LOCK) --output-file requirements-build.lock
 
 clean:

@@ -303,6 +303,8 @@ async def test_builders_share_a_budget_of_memory(tmp_path: object, monkeypatch: 
     assert builder.expected_memory(small) == pytest.approx(64 << 20, rel=0.01)
     assert builder.expected_memory(large) > 120 << 20, "two do not fit into the budget below"
     assert builder.expected_memory(f"{tmp_path}") == 64 << 20
+    (tmp_path / "toc").write_bytes(b"\0" * 100)
+    assert builder.expected_memory(f"{tmp_path}") == 64 << 20, "what is wrong with it, the job says"
     async with Builder(8, 240 << 20) as build:
         free: list[int] = []
         job = build._job

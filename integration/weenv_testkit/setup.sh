@@ -15,11 +15,11 @@ fail() {
 [ "${ID:-}" = debian ] || fail "this is ${PRETTY_NAME:-an unknown system}; the set-up knows Debian 12 and 13 only"
 
 # python3-venv: the environment below; debootstrap, gpgv: images of real Debian; zstd, attr, skopeo, patch, bsdtar: what the
-# tests check with; libseccomp2: the privately unpacked runc; gcc, libc6-dev, python3-dev, pkg-config, libsystemd-dev: pystemd, which
-# has no wheels; the rest is in any but the smallest installation.
+# tests check with; libseccomp2: the privately unpacked runc; gcc, libc6-dev, python3-dev, pkg-config: pystemd (libsystemd-dev) and
+# pyfuse3 (libfuse3-dev), which have no wheels; the rest is in any but the smallest installation.
 missing=""
 for package in python3-venv ca-certificates git debootstrap gpgv zstd attr skopeo patch libarchive-tools libseccomp2 \
-    gcc libc6-dev python3-dev pkg-config libsystemd-dev mount util-linux e2fsprogs xz-utils; do
+    gcc libc6-dev python3-dev pkg-config libsystemd-dev libfuse3-dev mount util-linux e2fsprogs xz-utils; do
     status=$(dpkg-query --show --showformat='${Status}' "$package" 2>/dev/null || true)
     [ "$status" = "install ok installed" ] || missing="$missing $package"
 done

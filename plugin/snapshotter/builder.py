@@ -166,7 +166,7 @@ def expected_memory(directory: str) -> int:
             memoryview(tail) as view,
         ):
             return _SHARE + _PER_BYTE * content_size(view)
-    except (OSError, ValueError, errors.FormatError):  # the job will say what is wrong with it
+    except (OSError, ValueError, errors.FormatError, BufferError):  # the job will say what is wrong with it
         return _SHARE
 
 

@@ -36,6 +36,9 @@ class SnapshotterConfig:
     """``builtin``: our own small gRPC server, a quarter of the CPU per call; ``grpcio``: grpcio's."""
     lazy: bool = True
     """False: an ordinary overlay snapshotter, every image is unpacked."""
+    plane: str = "auto"
+    """How layers are mounted. ``erofs``: by the kernel, from Linux 6.12 on; ``fuse``: by a process for each layer (needs
+    ``weenv[fuse]``), slower, on any kernel; ``auto``: erofs where the kernel can. ``weenv doctor`` says which and why."""
     use_source_annotation: bool = True
     """Whether the registry that a layer's own annotation names may be asked, besides the one the image came
     from. Not where it is this node's loopback, its link, or a metadata service: see `[registry] allow_sources`."""
@@ -81,6 +84,8 @@ class SnapshotterConfig:
             raise ConfigError(f"snapshotter.builder_memory must be 0 or at least {256 << 20}, not {self.builder_memory}")
         if self.transport not in ("builtin", "grpcio"):
             raise ConfigError(f"snapshotter.transport must be builtin or grpcio, not {self.transport!r}")
+        if self.plane not in ("auto", "erofs", "fuse"):
+            raise ConfigError(f"snapshotter.plane must be auto, erofs or fuse, not {self.plane!r}")
         for option in self.mount_options:
             if "," in option or option.startswith(("lowerdir", "upperdir", "workdir")):
                 raise ConfigError(f"snapshotter.mount_options cannot hold {option!r}")

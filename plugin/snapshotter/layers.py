@@ -53,6 +53,7 @@ class Layers:
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="sweep")
         os.makedirs(self.points, mode=0o711, exist_ok=True)
+        plane.on_loss(self._lost)
 
     def close(self) -> None:
         """Stop the threads; mounts stay."""
@@ -168,6 +169,18 @@ class Layers:
                 self._metrics.resolve_seconds.labels(stage="mount").observe(time.perf_counter() - begin)
             self.store.set_layer_mode(layer_id, attachment.mode, attachment.device)
             self._attached[layer_id] = attachment
+
+    def _lost(self, target: str) -> None:
+        """A mount that does not work any more: whoever uses it has lost it, whoever comes next gets another."""
+        layer_id = int(os.path.basename(target))
+        if self._attached.pop(layer_id, None) is None:
+            return  # it was swept
+        layer = self.store.layer_by_id(layer_id)
+        self._metrics.repairs.labels(what="lost mount").inc()
+        log.error(
+            "the process that serves a layer has died; the layer is mounted anew",
+            extra={"layer": layer.digest if layer else "", "hint": "containers that were running have to be started again"},
+        )
 
     # life of the daemon
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
+import os
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 
 from weenv.core.aio import Background
@@ -16,7 +18,9 @@ from weenv.plugin.snapshotter.layers import Layers
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import Plane
+from weenv.plugin.snapshotter.planes.choose import FUSE, choose
 from weenv.plugin.snapshotter.planes.erofs import ErofsPlane
+from weenv.plugin.snapshotter.planes.fuse import FusePlane
 from weenv.plugin.snapshotter.resolve import Resolver
 from weenv.plugin.snapshotter.service import LazyLayers, NoLazyLayers
 from weenv.registry.client import RegistryClient
@@ -58,6 +62,24 @@ class Lazy:
         await self._layers.sweep()
 
 
+async def _open_plane(
+    config: SnapshotterConfig, dirs: LayerDirs, builder: Builder, stack: contextlib.AsyncExitStack
+) -> Plane:
+    """The plane that this node uses, closed with ``stack``. Raises MountError where there is none."""
+    choice = await asyncio.to_thread(choose, config.plane, config.root)
+    if choice.error is not None:
+        raise choice.error
+    plane: Plane
+    if choice.name == FUSE:
+        plane = FusePlane(dirs, config.blobs, f"{os.path.dirname(config.socket)}/layers.sock", builder)
+    else:
+        plane = ErofsPlane(dirs, config.blobs, builder)
+    stack.callback(plane.close)
+    await plane.probe()
+    log.info("layers are mounted by plane %s", plane.name, extra={"why": choice.why})
+    return plane
+
+
 @contextlib.asynccontextmanager
 async def open_layers(
     config: SnapshotterConfig, store: Metastore, metrics: Metrics, background: Background
@@ -66,11 +88,8 @@ async def open_layers(
     dirs = LayerDirs(config.root)
     async with contextlib.AsyncExitStack() as stack:
         builder = await stack.enter_async_context(Builder(config.builders, config.builder_memory))
-        plane = ErofsPlane(dirs, config.blobs, builder)
-        stack.callback(plane.close)
-        checked: Plane = plane
         try:
-            await checked.probe()
+            plane = await _open_plane(config, dirs, builder, stack)
         except MountError as error:
             metrics.fallbacks.labels(reason="mount").inc()
             log.error("no image will be lazy on this node: %s", error, extra={"reason": "mount", "hint": error.hint})

@@ -31,6 +31,7 @@ from weenv.plugin.snapshotter.blobfs.detachedlog import detached_log
 from weenv.plugin.snapshotter.blobfs.layers import DamagedTail, Layer, LayerTable
 from weenv.plugin.snapshotter.blobfs.metrics import Report
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
+from weenv.plugin.snapshotter.blobfs.peers import open_peers
 from weenv.plugin.snapshotter.blobfs.repair import TailRepair
 from weenv.plugin.snapshotter.blobfs.server import Server, resend
 from weenv.plugin.snapshotter.cache.tables import give_back
@@ -216,7 +217,8 @@ class Daemon:
             self.fuse, self.table, self.fetcher, root=config.root,
             on_init=self._on_init, on_miss=self._on_miss, on_end=self._on_end, on_damage=self._on_damage,
         )  # fmt: skip
-        self.repair = TailRepair(self._open_sources, self.server.resume, config.deadline)
+        self.peers = open_peers(self.server, config.mountpoint)
+        self.repair = TailRepair(self._open_sources, self._resume, config.deadline)
         self.completion = Completion(self.fetcher, self.table.open_layers, self.table.refuse, config.fill.cpu_share)
         self._crowded = asyncio.Event()
         self._extents = asyncio.Semaphore(1)  # a hostile TOC takes gigabytes while it is looked at
@@ -304,6 +306,12 @@ class Daemon:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(begin)
 
+    def _resume(self, unique: int) -> None:
+        """A request's tail was seen to: whoever has it parked carries it out."""
+        self.server.resume(unique)
+        if self.peers is not None:
+            self.peers.resume(unique)
+
     def _over(self) -> None:
         """In any thread: the open layers take too much memory, and those that could be closed must be synced first."""
         with contextlib.suppress(RuntimeError):
@@ -323,6 +331,8 @@ class Daemon:
         config = self.config
         sys.setswitchinterval(0.001)  # readers' threads wait for no more than 1 ms for the interpreter
         self.server.start(config.threads)
+        if self.peers is not None:
+            self.peers.start(config.threads)
         self._set_read_ahead()
         async with contextlib.AsyncExitStack() as stack:
             stack.push_async_callback(self._background.close)
@@ -347,6 +357,8 @@ class Daemon:
         The holder must not take this server for dead before that: its threads read requests until the end, and one that
         they take after the next server has asked for a resend would never be answered.
         """
+        if self.peers is not None:
+            self.peers.close()
         await self.fetcher.close()
         for layer in self.table.open_layers():
             await asyncio.to_thread(self._sync, layer)

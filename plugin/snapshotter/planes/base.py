@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,9 +18,9 @@ from weenv.layer.erofs import DirAttributes
 from weenv.plugin.snapshotter.mounts import MountEntry
 
 LAZY = "lazy"
-"""Mounted over blobfs: missing bytes are fetched when read."""
+"""Over blobfs: missing bytes are fetched when read."""
 COMPLETE = "complete"
-"""Mounted over the plain file: every byte is there."""
+"""Over the plain file: every byte is there."""
 
 NO_ATTRIBUTES = "[]"
 
@@ -81,6 +82,9 @@ class Plane(Protocol):
 
     name: str
 
+    def close(self) -> None:
+        """Stop the threads; mounts stay."""
+
     async def probe(self) -> None:
         """Raises MountError saying why this kernel cannot do it, or returns."""
 
@@ -105,6 +109,9 @@ class Plane(Protocol):
 
         Blocking; called in a thread.
         """
+
+    def on_loss(self, lost: Callable[[str], None]) -> None:
+        """Call ``lost`` with a target, in the event loop, when what is attached there has ceased to work by itself."""
 
     def detach(self, target: str) -> None:
         """Take the layer away from ``target``, which stays as an empty directory; whoever uses the layer keeps it.

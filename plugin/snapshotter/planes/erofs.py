@@ -14,26 +14,24 @@ import logging
 import os
 import tempfile
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from weenv.core import digest as digests
-from weenv.core.atomic import write_atomic
-from weenv.core.errors import FormatError, MountError
-from weenv.layer.erofs import DirAttributes, restamp
+from weenv.core.errors import MountError
 from weenv.plugin.snapshotter import mounts
-from weenv.plugin.snapshotter.builder import FACTS, META, Builder, meta_name
-from weenv.plugin.snapshotter.cache.present import is_complete
-from weenv.plugin.snapshotter.layerdir import LayerDirs
-from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment, LayerFacts, Variant, decode_attributes
+from weenv.plugin.snapshotter.builder import Builder
+from weenv.plugin.snapshotter.cache.present import is_whole
+from weenv.plugin.snapshotter.cache.store import hold
+from weenv.plugin.snapshotter.layerdir import EVICT, LayerDirs
+from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment, LayerFacts, Variant
+from weenv.plugin.snapshotter.planes.images import Images, plain_file
 
 log = logging.getLogger(__name__)
 
 _BDI = "/sys/class/bdi"
 _READ_AHEAD_MAX = 1024
 """KiB; from 2048 on, half of the cold starts of a large program took twice as long (docs/adr/0002)."""
-
-PLAIN = "plain"
-"""Marks a layer directory whose ``data`` the kernel reads by itself: it must stay complete (no hole punched)."""
 
 
 class ErofsPlane:
@@ -44,9 +42,9 @@ class ErofsPlane:
     def __init__(self, dirs: LayerDirs, blobs: str, builder: Builder) -> None:
         self.dirs = dirs
         self.blobs = blobs
-        self.builder = builder
         self._one_at_a_time = threading.Lock()
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="mount")
+        self._images = Images(dirs, builder, self._threads)
 
     def close(self) -> None:
         """Stop the threads; mounts stay."""
@@ -58,18 +56,7 @@ class ErofsPlane:
 
     async def prepare(self, digest: str, variant: Variant) -> LayerFacts:
         """Build what is missing of ``meta.erofs``, ``facts.json`` and the variant's own image."""
-        directory = self.dirs.path(digest)
-        if not (os.path.exists(f"{directory}/{META}") and os.path.exists(f"{directory}/{FACTS}")):
-            await self.builder.build(directory, "", "[]")
-        facts = _read_facts(directory)
-        if variant.name and not os.path.exists(f"{directory}/{meta_name(variant.name)}"):
-            attributes = decode_attributes(variant.attributes)
-            if any(each.xattrs for each in attributes.values()):
-                await self.builder.build(directory, variant.name, variant.attributes)
-            else:
-                loop = asyncio.get_running_loop()
-                await loop.run_in_executor(self._threads, _restamp, directory, variant.name, facts, attributes)
-        return facts
+        return await self._images.prepare(digest, variant)
 
     async def attach(self, digest: str, variant: Variant, target: str, *, replace: bool) -> Attachment:
         """Mount at ``target``; in place of the topmost mount there where ``replace``."""
@@ -80,21 +67,19 @@ class ErofsPlane:
         except MountError as error:
             if error.errno not in (errno.EINVAL, errno.EUCLEAN, errno.EBADMSG):
                 raise
-            # A power cut can leave a metadata file with holes: it is only a cache, so build it again.
             log.warning("metadata image is damaged, building it again: %s", error, extra={"layer": digest})
-            for name in {META, meta_name(variant.name)}:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(f"{self.dirs.path(digest)}/{name}")
-            await self.prepare(digest, variant)
+            await self._images.rebuild(digest, variant)
             return await loop.run_in_executor(self._threads, self._mount, digest, variant, target, replace)
 
     def _mount(self, digest: str, variant: Variant, target: str, replace: bool) -> Attachment:
         directory = self.dirs.path(digest)
-        image = f"{directory}/{meta_name(variant.name)}"
-        attachment, device = self._device(digest, directory)
+        image = self._images.path(digest, variant)
         with contextlib.suppress(OSError), open(image, "rb") as file:  # a cold walk of the tree wants all of it (docs/adr/0002)
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
-        with self._open(image, device, attachment) as mount:
+        with contextlib.ExitStack() as stack:
+            with hold(f"{directory}/data"):  # until the mount has it open, so that nothing is evicted between the two
+                attachment, device = self._device(digest, directory)
+                mount = stack.enter_context(self._open(image, device, attachment))
             if replace:
                 mount.attach(target, beneath=True)
                 mounts.unmount(target, mounts.MNT_DETACH | mounts.UMOUNT_NOFOLLOW)
@@ -120,11 +105,8 @@ class ErofsPlane:
         return mount
 
     def _device(self, digest: str, directory: str) -> tuple[Attachment, str]:
-        if is_complete(directory):
-            with open(f"{directory}/{PLAIN}", "w"):
-                pass
-            if is_complete(directory):  # nothing was punched out before the mark could be seen
-                return Attachment(COMPLETE), f"{directory}/data"
+        if plain := plain_file(directory):
+            return Attachment(COMPLETE), plain
         path = f"{self.blobs}/{digests.hex_of(digest)}"
         try:
             return Attachment(LAZY, os.stat(path).st_dev), path
@@ -148,10 +130,14 @@ class ErofsPlane:
             return -1
 
     def wanted(self, digest: str, attachment: Attachment) -> bool:
-        """A lazy mount whose layer is complete by now, or whose blobfs mount was replaced by another."""
+        """A lazy mount of what is complete by now, or whose blobfs was mounted anew; a plain one of what is to be evicted."""
+        directory = self.dirs.path(digest)
         if attachment.mode == COMPLETE:
-            return False
-        return is_complete(self.dirs.path(digest)) or self._blobs_device() not in (-1, attachment.device)
+            return os.path.exists(f"{directory}/{EVICT}") and self._blobs_device() != -1
+        return is_whole(directory) or self._blobs_device() not in (-1, attachment.device)
+
+    def on_loss(self, lost: Callable[[str], None]) -> None:
+        """The kernel serves its mounts by itself: none is lost."""
 
     def detach(self, target: str) -> None:
         """Unmount lazily; overlays that were made on it keep their own clone of the mount."""
@@ -180,26 +166,6 @@ def _inherit_read_ahead(path: str, name: str) -> None:
             if wanted > int(file.read()):
                 file.seek(0)
                 file.write(str(wanted))
-
-
-def _restamp(directory: str, variant: str, facts: LayerFacts, attributes: dict[int, DirAttributes]) -> None:
-    """Make a variant's image from the one of the empty variant: some inodes differ in mode, owner and time."""
-    with open(f"{directory}/{META}", "rb") as file:
-        image = bytearray(file.read())
-    positions = {item.entry: item.position for item in facts.implied}
-    try:
-        for entry, wanted in attributes.items():
-            restamp(image, positions[entry], wanted)
-    except (KeyError, ValueError) as error:
-        raise FormatError(
-            f"stored facts do not fit the metadata image: {error}", hint="remove the layer's directory"
-        ) from error
-    write_atomic(f"{directory}/{meta_name(variant)}", image, durable=False)
-
-
-def _read_facts(directory: str) -> LayerFacts:
-    with open(f"{directory}/{FACTS}", "rb") as file:
-        return LayerFacts.from_json(file.read(64 << 20))
 
 
 _NO_BACKING = ("tmpfs", "overlay")

@@ -103,7 +103,7 @@ def supported() -> bool:
 
 def prepare(*kernels: Kernel) -> None:
     """Have everything that ``kernels`` (all of them, if none is named) need. Raises SetupError."""
-    if not supported():
+    if not supported() or all(_ready(kernel.home) for kernel in kernels or KERNELS):
         return
     with _alone():
         missing = [kernel for kernel in kernels or KERNELS if not _ready(kernel.home)]

@@ -219,14 +219,12 @@ async def _serve(client: socket.socket, fuse: int, data: memoryview, wanted: dic
     with select.epoll() as connection:
         connection.register(fuse, 0)  # EPOLLERR alone: nothing uses the mount any more (fs/fuse/dev.c, fuse_dev_poll)
         asyncio.get_running_loop().add_reader(connection.fileno(), ended.set)
-        serving = asyncio.create_task(pyfuse3.main(min_tasks=4, max_tasks=_TASKS))
-        serving.add_done_callback(lambda _: ended.set())
-        tending = asyncio.create_task(stream.tend())
+        tasks = asyncio.create_task(pyfuse3.main(min_tasks=4, max_tasks=_TASKS)), asyncio.create_task(stream.tend())
+        tasks[0].add_done_callback(lambda _: ended.set())
         await ended.wait()
-        if serving.done() and (error := serving.exception()) is not None:
+        if tasks[0].done() and (error := tasks[0].exception()) is not None:
             log.error("a layer's server failed: %s", error)
         os._exit(0)  # readers of pages that nobody wants any more may still wait for blobfs
-    del tending
 
 
 def main() -> None:

@@ -12,17 +12,16 @@ from weenv.cli import checks, render
 from weenv.core.errors import WeenvError
 
 
-def _mounting(root: str) -> checks.Finding:
-    """Whether the kernel mounts EROFS from a file where WeEnv keeps them."""
-    from weenv.plugin.snapshotter.planes.erofs import probe_kernel
+def _plane(setting: str, root: str) -> checks.Finding:
+    """Which plane mounts the layers that are kept at ``root``, and why."""
+    from weenv.plugin.snapshotter.planes.choose import choose
 
     if os.geteuid() != 0:
-        return checks.Finding("EROFS from a file", "skip", "not root, so not tried", "run weenv doctor as root")
-    try:
-        probe_kernel(checks.nearest(root))
-    except WeenvError as error:
-        return checks.Finding("EROFS from a file", "fail", error.message, error.hint or "use Linux 6.12 or newer")
-    return checks.Finding("EROFS from a file", "ok", f"the kernel mounts it from {root}")
+        return checks.Finding("plane", "skip", "not root, so not tried", "run weenv doctor as root")
+    choice = choose(setting, checks.nearest(root))
+    if choice.error is not None:
+        return checks.Finding("plane", "fail", f"{choice.name}: {choice.error.message}", choice.error.hint or "see README")
+    return checks.Finding("plane", "warn" if choice.better else "ok", f"{choice.name}: {choice.why}", choice.better)
 
 
 async def _running(address: str, name: str, socket: str) -> list[checks.Finding]:
@@ -125,7 +124,7 @@ def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...]
 
     config, run = load(config_path), runconfig.load(config_path).run
     sockets = blobfs_config.load(config_path)
-    findings = [*checks.kernel(), _mounting(config.root), _blobs(config.blobs, sockets.status_socket)]
+    findings = [*checks.kernel(), _plane(config.plane, config.root), _blobs(config.blobs, sockets.status_socket)]
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
     findings += asyncio.run(_running(run.address, run.snapshotter, config.socket))

@@ -30,9 +30,9 @@ def unfit(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[str,
         unmount(f"{tmp_path}/m")
 
 
-def doctor(directory: Path, root: str) -> dict[str, dict[str, str]]:
+def doctor(directory: Path, root: str, plane: str = "auto") -> dict[str, dict[str, str]]:
     config = directory / "c.toml"
-    config.write_text(f'[snapshotter]\nroot = "{root}"\n')
+    config.write_text(f'[snapshotter]\nroot = "{root}"\nplane = "{plane}"\n')
     argv = [*tools.weenv(), "doctor", "--config", str(config), "--json"]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     return {row["name"]: row for row in json.loads(done.stdout)}
@@ -41,12 +41,21 @@ def doctor(directory: Path, root: str) -> dict[str, dict[str, str]]:
 def test_a_root_that_erofs_cannot_be_mounted_from_is_named(unfit: tuple[str, str], tmp_path: Path) -> None:
     kind, place = unfit
     assert filesystem_at(place) == filesystem_at(f"{place}/not/yet") == kind
-    found = doctor(tmp_path, f"{place}/not/yet")["EROFS from a file"]
+    found = doctor(tmp_path, f"{place}/not/yet", plane="erofs")["plane"]
     assert found["state"] == "fail" and f"on {kind}, which {place} is on" in found["seen"]
     assert "[snapshotter] root" in found["remedy"]
     assert os.listdir(place) == [], "doctor changes nothing"
     with pytest.raises(MountError, match=f"on {kind}"):
         probe_kernel(place)
+    found = doctor(tmp_path, place)["plane"]
+    assert found["state"] == "warn" and found["seen"].startswith("fuse: ") and f"on {kind}" in found["seen"]
+    assert "[snapshotter] root" in found["remedy"]
+
+
+def test_the_plane_that_is_asked_for_is_the_one_used(tmp_path: Path, workdir: str) -> None:
+    for plane, seen in (("auto", "erofs: the kernel mounts"), ("erofs", "erofs: [snapshotter] plane"), ("fuse", "fuse: [sna")):
+        found = doctor(tmp_path, workdir, plane)["plane"]
+        assert found["state"] == "ok" and found["seen"].startswith(seen)
 
 
 def test_the_probe_is_of_the_root_and_not_of_the_temporary_directory(tmp_path: Path, workdir: str) -> None:
@@ -59,6 +68,6 @@ def test_the_probe_is_of_the_root_and_not_of_the_temporary_directory(tmp_path: P
         argv = [*tools.weenv(), "doctor", "--config", str(config), "--json"]
         done = subprocess.run(argv, capture_output=True, text=True, check=False, env=environment)
         found = {row["name"]: row["state"] for row in json.loads(done.stdout)}
-        assert found["EROFS from a file"] == "ok", done.stdout
+        assert found["plane"] == "ok", done.stdout
     finally:
         unmount(f"{tmp_path}/t")

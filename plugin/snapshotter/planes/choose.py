@@ -14,11 +14,13 @@ AUTO, EROFS, FUSE = "auto", "erofs", "fuse"
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """``name`` of the plane, ``why`` in words, and ``error`` where it cannot be used: then no image is lazy."""
+    """``name`` of the plane, ``why`` in words, ``error`` where it cannot be used: then no image is lazy; ``better`` says what
+    would give a faster one."""
 
     name: str
     why: str
     error: MountError | None = None
+    better: str = ""
 
 
 def choose(setting: str, directory: str) -> Choice:
@@ -32,7 +34,7 @@ def choose(setting: str, directory: str) -> Choice:
         return Choice(EROFS, "the kernel mounts EROFS from files")
     unserved = _failure(probe_fuse)
     if unserved is None:
-        return Choice(FUSE, str(refused))
+        return Choice(FUSE, str(refused), better=refused.hint)
     hint = f"{refused.hint}; or: {unserved.hint}"
     return Choice(EROFS, "nothing else can be used", MountError(f"{refused}; and {unserved}", errno=refused.errno, hint=hint))
 

@@ -1,15 +1,26 @@
-"""A daemon's metrics over HTTP, on loopback only."""
+"""A daemon's metrics over HTTP: on a loopback address, or on a unix socket that only its owner may connect to.
+
+Scrapers that ask for OpenMetrics get it, others the older text format (prometheus_client decides by their Accept header).
+"""
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import ipaddress
+import os
+import socket
+import socketserver
 import threading
-from typing import Protocol
-from wsgiref.simple_server import WSGIServer
+from typing import Any, Protocol
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
 from weenv.core.errors import ConfigError
+from weenv.core.unixsocket import bind_private, clear_path
+
+UNIX = "unix:"
 
 
 class HasRegistry(Protocol):
@@ -18,15 +29,51 @@ class HasRegistry(Protocol):
     registry: CollectorRegistry
 
 
+class _Quiet(WSGIRequestHandler):
+    """Logs no request; a peer on a unix socket has no address."""
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 (the base class's name)
+        """Not logged."""
+
+
+class _UnixServer(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    address_family = socket.AF_UNIX
+
+    def __init__(self, path: str) -> None:
+        socketserver.BaseServer.__init__(self, path, _Quiet)
+        self.socket = bind_private(path)
+        self.server_name, self.server_port = "localhost", 0
+        self.setup_environ()
+        self.server_activate()
+
+    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
+        """A connection; its address is made up."""
+        made, _ = self.socket.accept()
+        return made, ("local", 0)
+
+
 class MetricsEndpoint:
-    """An HTTP server for Prometheus on a loopback address."""
+    """An HTTP server for Prometheus at ``address``: a loopback ``HOST:PORT``, or ``unix:/path``.
+
+    Raises :class:`ConfigError`.
+    """
 
     def __init__(self, metrics: HasRegistry, address: str) -> None:
-        host, port = parse_loopback(address)
+        check_address(address)
+        self._path = address.removeprefix(UNIX) if address.startswith(UNIX) else ""
+        self._server: WSGIServer
+        self._thread: threading.Thread
         try:
-            self._server: WSGIServer
-            self._thread: threading.Thread
-            self._server, self._thread = start_http_server(port, host, registry=metrics.registry)
+            if self._path:
+                _clear(self._path)
+                self._server = _UnixServer(self._path)
+                self._server.set_app(make_wsgi_app(metrics.registry))
+                self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+                self._thread.start()
+            else:
+                host, port = parse_loopback(address)
+                self._server, self._thread = start_http_server(port, host, registry=metrics.registry)
         except OSError as error:
             raise ConfigError(f"metrics: cannot listen on {address}: {error.strerror}") from error
 
@@ -40,6 +87,27 @@ class MetricsEndpoint:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+        if self._path:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._path)
+
+
+def _clear(path: str) -> None:
+    """Remove a socket that nobody listens at any more. Raises OSError, ConfigError."""
+    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(path)
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+    clear_path(path)
+
+
+def check_address(address: str) -> None:
+    """Raises :class:`ConfigError` for what is neither a loopback ``HOST:PORT`` nor ``unix:/path``."""
+    if address.startswith(UNIX):
+        path = address.removeprefix(UNIX)
+        if not path.startswith("/") or "\0" in path or len(os.fsencode(path)) > 107:
+            raise ConfigError(f"metrics address {address!r} has no usable path", hint="write unix:/run/weenv/metrics.sock")
+        return
+    parse_loopback(address)
 
 
 def parse_loopback(address: str) -> tuple[str, int]:
@@ -51,6 +119,7 @@ def parse_loopback(address: str) -> tuple[str, int]:
             raise ValueError
     except ValueError as error:
         raise ConfigError(
-            f"metrics address {address!r} is no loopback address with port", hint="write 127.0.0.1:9180"
+            f"metrics address {address!r} is no loopback address with port",
+            hint="write 127.0.0.1:9180, or unix:/run/weenv/metrics.sock",
         ) from error
     return host, int(port)

@@ -101,7 +101,7 @@ async def test_wrong_data_is_fetched_again_and_wrong_twice_is_the_end(tmp_path: 
     assert not is_complete(case.path)
     assert case.refused == [f"its content does not have the diffID {MADE.toc.diff_id}"]
     assert [record.getMessage()[:12] for record in caplog.records] == ["a complete l", "a layer does"]
-    assert case.layer.errors == {"diffid": 2}
+    assert case.layer.tally.errors == {"diffid": 2}
     await finish(case, task)
 
 

@@ -162,7 +162,7 @@ def test_what_a_cut_file_has_lost_is_taken_back_before_it_reads_as_zeros(
     kept = [frame for frame, state in enumerate(layer.presence.states) if state]
     assert kept
     assert all(layer.contents[frame + 1] <= 8192 for frame in kept)
-    assert layer.errors == {"damage": 2}
+    assert layer.tally.errors == {"damage": 2}
     os.truncate(os.path.join(layer.path, "data"), 0)
     layer.sync()
     assert layer.presence.missing == len(layer.presence)

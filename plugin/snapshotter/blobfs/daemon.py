@@ -16,9 +16,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, start_http_server
-
 from weenv.core.aio import KEEP_NAME, Background
+from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError, MountError, StorageError, WeenvError
 from weenv.core.rights import AS_ROOT, remedy
 from weenv.core.unixsocket import bind_private, clear_path
@@ -27,7 +26,9 @@ from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, ver
 from weenv.plugin.snapshotter.blobfs import holder, wire
 from weenv.plugin.snapshotter.blobfs.complete import Completion
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
+from weenv.plugin.snapshotter.blobfs.control import LINE_MAX, Control
 from weenv.plugin.snapshotter.blobfs.detachedlog import detached_log
+from weenv.plugin.snapshotter.blobfs.evictor import Evictor
 from weenv.plugin.snapshotter.blobfs.layers import DamagedTail, Layer, LayerTable
 from weenv.plugin.snapshotter.blobfs.metrics import Report
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
@@ -222,8 +223,11 @@ class Daemon:
         self.completion = Completion(self.fetcher, self.table.open_layers, self.table.refuse, config.fill.cpu_share)
         self._crowded = asyncio.Event()
         self._extents = asyncio.Semaphore(1)  # a hostile TOC takes gigabytes while it is looked at
-        self.filler = Filler(config.fill, self.fetcher, self.table.open_layers) if config.fill.enabled else None
-        self.report = Report(self.server, self.fetcher, self.table, self.filler, self.repair, self.completion)
+        self.evictor = Evictor(config.cache, config.root, self.table, self.server, self.fetcher)
+        filler = Filler(config.fill, self.fetcher, self.table.open_layers, self.evictor.room)
+        self.filler = filler if config.fill.enabled else None
+        self.report = Report(self.server, self.fetcher, self.table, self.filler, self.repair, self.completion, self.evictor)
+        self.control = Control(self.evictor, self.report.status)
         known = {"resumed": connection.old, "layers": len(self.table.nodes)}
         log.info("serving layers", extra={"mountpoint": config.mountpoint, **known})
 
@@ -290,6 +294,7 @@ class Daemon:
         try:
             async with self._extents:
                 await asyncio.to_thread(load)
+            self.table.fit(layer)
         except (OSError, WeenvError) as error:
             log.warning(
                 "no read-ahead for a layer: its table of contents cannot be read",
@@ -340,11 +345,12 @@ class Daemon:
             stack.callback(lambda: self._loop.remove_reader(self.holder.connection.fileno()))
             await stack.enter_async_context(self._status_server())
             if config.metrics_address:
-                stack.callback(self._metrics_server())
+                stack.callback(MetricsEndpoint(self.report, config.metrics_address).close)
             self._background.spawn(notify.watchdog(), "watchdog")
             self._background.spawn(self._maintain(), "maintenance")
             self._background.spawn(self._look_for_killed(), "killed readers")
             self._background.spawn(self.completion.run(), "check complete layers")
+            self._background.spawn(self.evictor.run(), "evict")
             if self.filler is not None:
                 self._background.spawn(self.filler.run(), "fill")
             ready()
@@ -436,20 +442,13 @@ class Daemon:
     @contextlib.asynccontextmanager
     async def _status_server(self) -> AsyncIterator[None]:
         path = self.config.status_socket
-
-        async def answer(_reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            with contextlib.suppress(OSError):
-                writer.write(self.report.status_json())
-                await writer.drain()
-                writer.close()
-                await writer.wait_closed()
-
         inherited = self._listener is not None
         try:
             if self._listener is None:
                 clear_path(path)
                 self._listener = bind_private(path)
-            server = await asyncio.start_unix_server(answer, sock=self._listener, **(KEEP_NAME if inherited else {}))
+            keep = KEEP_NAME if inherited else {}
+            server = await asyncio.start_unix_server(self.control.converse, sock=self._listener, limit=LINE_MAX, **keep)
         except OSError as error:
             raise ConfigError(f"cannot listen at {path}: {error.strerror}") from error
         try:
@@ -459,22 +458,6 @@ class Daemon:
             if not inherited:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(path)
-
-    def _metrics_server(self) -> Callable[[], None]:
-        host, _, port = self.config.metrics_address.rpartition(":")
-        registry = CollectorRegistry()
-        registry.register(self.report)
-        try:
-            server, thread = start_http_server(int(port), host, registry)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"cannot serve metrics at {self.config.metrics_address!r}: {error}") from error
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return stop
 
 
 async def serve(

@@ -22,6 +22,7 @@ from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.cache.present import BAD, Presence, lost_frames
 from weenv.plugin.snapshotter.cache.store import DataStore, hold
 from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, give_back, spool
+from weenv.plugin.snapshotter.cache.tally import Tallies, Tally
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer
 from weenv.plugin.snapshotter.fetch.planner import Extents, ReadAhead
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
@@ -63,8 +64,11 @@ class Layer(FetchLayer):
     def __init__(
         self, source: LayerSource, path: str, index: FrameIndex, presence: Presence, store: DataStore,
         sources: list[BlobSource], identity: tuple[int, int], close_sources: CloseSources = lambda _: None,
+        tally: Tally | None = None,
     ) -> None:  # fmt: skip
         super().__init__(digests.hex_of(source.digest)[:12], index.frames, presence, store, sources)
+        if tally is not None:
+            self.tally = tally
         self.source = source
         self.path = path
         self.size = index.stream_size
@@ -180,6 +184,7 @@ class LayerTable:
         self.nodes: dict[int, Node] = {}
         self.remember = remember
         self._names: dict[str, Node] = {}
+        self.tallies = Tallies(self._is_open)
         self._lock = threading.Lock()
         self._read_tail = read_tail
         self._open_sources = open_sources
@@ -246,6 +251,10 @@ class LayerTable:
                 node.layer = None
                 count += 1
         return count
+
+    def _is_open(self, digest: str) -> bool:
+        node = self._names.get(digests.hex_of(digest))
+        return node is not None and node.layer is not None
 
     def memory(self) -> int:
         """About how many bytes of memory the open layers take."""
@@ -346,7 +355,8 @@ class LayerTable:
             store = self._open_data(path, index, presence, source)
         sources = self._open_sources(source, source.origins)
         identity = (found.st_dev, found.st_ino)
-        layer = Layer(source, path, index, presence, store, sources, identity, self._close_sources)
+        tally = self.tallies.of(source.digest)
+        layer = Layer(source, path, index, presence, store, sources, identity, self._close_sources, tally)
         if presence.damage:
             log.error("cached data is damaged and is fetched again", extra={"layer": layer.name, "error": presence.damage})
             layer.went_wrong("damage", presence.damage)

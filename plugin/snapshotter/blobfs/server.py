@@ -10,6 +10,7 @@ next server writes NOTIFY_RESEND (:func:`resend`), and every operation may be ca
 from __future__ import annotations
 
 import errno
+import itertools
 import logging
 import os
 import threading
@@ -54,6 +55,8 @@ class ServeStats:
     errors: dict[str, int] = field(default_factory=dict)
     waits: list[int] = field(default_factory=lambda: [0] * (len(LATENCY_BOUNDS) + 1))
     wait_seconds: float = 0.0
+    number: int = field(default_factory=itertools.count().__next__)
+    """Unlike any other's."""
     layer: Layer | None = None
     """The layer whose marks this thread is relying on, between looking at them and having read ``data``."""
 
@@ -254,6 +257,7 @@ class Server:
                 continue
             stats.hits += 1
             stats.served_bytes += length
+            layer.tally.hit(stats.number, length)
             pack_into(answer, 0, _HEAD + length, 0, unique)
             try:
                 write(fuse, answer[: _HEAD + length])
@@ -316,10 +320,13 @@ class Server:
         with self._waits_lock:
             stats.wait_seconds += waited
             stats.waits[bisect_left(LATENCY_BOUNDS, waited)] += 1
+            tally = pending.layer.tally
+            tally.waits += 1
             if code:
                 stats.error("eio")
             else:
                 stats.served_bytes += pending.length
+                tally.waited += pending.length
 
     def _reopened(
         self, node: Node, unique: int, pid: int, stats: ServeStats, message: memoryview | None = None
@@ -419,6 +426,7 @@ class Server:
             return False
         stats.hits += 1
         stats.served_bytes += length
+        layer.tally.hit(stats.number, length)
         self.send([wire.reply(unique, content)])
         return True
 

@@ -31,6 +31,7 @@ from weenv.plugin.snapshotter.cache.bounds import Bounds, Disk, Rules, bounds
 from weenv.plugin.snapshotter.cache.evict import OLDEST, Dropped, Guard, Held
 from weenv.plugin.snapshotter.cache.present import MISSING, Presence, frame_states, is_complete, table
 from weenv.plugin.snapshotter.cache.store import DataStore
+from weenv.plugin.snapshotter.cache.tally import Tally
 from weenv.plugin.snapshotter.layerdir import EVICT, LayerDirs
 from weenv.plugin.snapshotter.metastore import Metastore
 
@@ -59,6 +60,7 @@ class OpenLayer(Protocol):
     ages: bytearray
     last_used: float
     identity: tuple[int, int]
+    tally: Tally
 
     @property
     def digest(self) -> str: ...
@@ -383,6 +385,8 @@ class Keeper:
         if one.frames:
             self.evicted_frames[reason] = self.evicted_frames.get(reason, 0) + one.frames
             self.evicted_bytes[reason] = self.evicted_bytes.get(reason, 0) + one.size
+            if entry.opened is not None:
+                entry.opened.tally.evicted += one.size
 
     # -- layers that the kernel reads by itself ---------------------------------------------------------------------------
 

@@ -301,6 +301,7 @@ class Fetcher:
         done = 0
         number = -1
         failure: WeenvError = UnavailableError("the fetch was cancelled")
+        begun = time.monotonic()
         try:
             number = self._choose(layer, seed)
             source = layer.sources[number]
@@ -317,6 +318,7 @@ class Fetcher:
                 async for chunk in chunks:
                     stall.reschedule(self._loop.time() + patience)
                     self.stats.fetched_bytes += len(chunk)
+                    layer.tally.fetched += len(chunk)
                     for _, data in cutter.feed(chunk):
                         done += 1
                         self._queue_decode(flights[done - 1], data, number)
@@ -351,6 +353,7 @@ class Fetcher:
                 closed = self._closed
             if done == len(flights):
                 layer.preferred = number
+                self.stats.range_seconds.observe(time.monotonic() - begun)
             elif not closed:
                 layer.went_wrong("source", failure)
                 for flight in flights[done:]:
@@ -368,8 +371,9 @@ class Fetcher:
         """Whether a reader waits for any of them."""
         return any(flight.priority == DEMAND for flight in list(flights))
 
-    def _arrived(self, count: int) -> None:
+    def _arrived(self, layer: FetchLayer, count: int) -> None:
         self.stats.fetched_bytes += count
+        layer.tally.fetched += count
 
     def _remaining(self, flights: list[Flight]) -> float:
         """Seconds that a source may take for its own retries: until the first reader gives up."""
@@ -502,6 +506,7 @@ class Fetcher:
                 self._demanded -= 1
             self.stats.frames[flight.priority] += 1
             self.stats.stored_bytes += len(content)
+            layer.tally.stored += len(content)
             if not stored:
                 self._remember(layer, frame, content)
             elif self._memory and (old := self._memory.pop((id(layer), frame), None)) is not None:
@@ -535,11 +540,13 @@ class Fetcher:
             return
         delay = 0.0
         if all(number in flight.useless or number in flight.tried for number in known):
-            delay = min(settings.backoff * 2.0 ** min(flight.rounds, 20), settings.backoff_max)
-            delay *= random.uniform(0.5, 1.0)  # noqa: S311 - spreads retries, no secret
-            if isinstance(error, UnavailableError) and error.retry_after is not None:
-                delay = max(delay, error.retry_after)
-            flight.rounds += 1
+            said = error.retry_after if isinstance(error, UnavailableError) else None
+            if said is not None:
+                delay = said * random.uniform(1.0, 1.1)  # noqa: S311 - spreads retries, no secret
+            else:
+                delay = min(settings.backoff * 2.0 ** min(flight.rounds, 20), settings.backoff_max)
+                delay *= random.uniform(0.5, 1.0)  # noqa: S311
+                flight.rounds += 1
             flight.tried.clear()
             if flight.priority != DEMAND or time.monotonic() + delay > flight.deadline:
                 self._fail(flight, str(error))

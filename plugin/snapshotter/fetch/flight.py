@@ -16,6 +16,7 @@ from weenv.layer.toc import Frames
 from weenv.plugin.snapshotter.cache.present import Presence
 from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.cache.tables import MappedFrames
+from weenv.plugin.snapshotter.cache.tally import Latencies, Tally
 from weenv.plugin.snapshotter.fetch.planner import offsets
 from weenv.registry.source import BlobSource
 
@@ -34,6 +35,8 @@ PAUSED: Final = 2
 """It failed, and is queued again in a moment."""
 
 
+RANGE_BOUNDS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+"""Upper bounds of the histogram of ranged reads, in seconds."""
 _REFUSED: Final = 1024
 """So many frames may be refused before those whose time is over are forgotten."""
 
@@ -156,8 +159,8 @@ class FetchLayer:
 
     last_error: str = field(init=False, default="")
     """What went wrong last, for whoever asks the operator's questions; empty where nothing has."""
-    errors: dict[str, int] = field(init=False, default_factory=dict)
-    """This layer's share of :attr:`FetchStats.errors`."""
+    tally: Tally = field(init=False, default_factory=Tally)
+    """What is counted of this layer, errors among it."""
     writing: threading.Lock = field(init=False, default_factory=threading.Lock)
     """Held while a frame is written and marked, and while frames are punched out: never both at once."""
 
@@ -175,7 +178,8 @@ class FetchLayer:
 
     def went_wrong(self, kind: str, error: object) -> None:
         """Remember an error of this layer."""
-        self.errors[kind] = self.errors.get(kind, 0) + 1
+        errors = self.tally.errors
+        errors[kind] = errors.get(kind, 0) + 1
         self.last_error = f"{time.strftime('%Y-%m-%dT%H:%M:%SZ', time.gmtime())} {error}"[:500]
 
 
@@ -193,6 +197,8 @@ class FetchStats:
     """Ranged reads begun."""
     errors: dict[str, int] = field(default_factory=dict)
     """By kind: digest, source, notfound, unauthorized, short, stall, enospc, storage, eio."""
+    range_seconds: Latencies = field(default_factory=lambda: Latencies(RANGE_BOUNDS))
+    """How long ranged reads took that brought all that was asked for."""
 
     def error(self, kind: str) -> None:
         """Count an error."""

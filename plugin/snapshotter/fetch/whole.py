@@ -92,7 +92,7 @@ class WholeLayers:
         queue: Callable[[Flight, bytes, int], None],
         hold: Callable[[Collection[Flight]], Awaitable[None]],
         retry: Callable[[Flight, int, WeenvError], None],
-        count: Callable[[int], None],
+        count: Callable[[FetchLayer, int], None],
     ) -> None:
         self._lock = lock
         self._queue = queue
@@ -148,7 +148,7 @@ class WholeLayers:
             async with aclosing(stream.source.whole(layer.starts[-1])) as chunks:
                 async for chunk in chunks:
                     stream.moved = time.monotonic()
-                    self._count(len(chunk))
+                    self._count(layer, len(chunk))
                     for frame, data in cutter.feed(chunk):
                         flight = self._claim(stream, frame, data)
                         if flight is not None:

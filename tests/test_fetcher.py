@@ -375,6 +375,21 @@ async def test_read_ahead_that_fails_tells_nobody_and_is_tried_again_on_demand(t
         assert "eio" not in b.fetcher.stats.errors
 
 
+async def test_who_asks_while_a_read_ahead_is_given_up_is_no_victim_of_that(tmp_path: Path) -> None:
+    """Between the decision to drop a failed read-ahead and the end of its flight a reader may join it, in another thread."""
+    async with bench(tmp_path, SimulatedSource(LAYER.blob, delay=0.05)) as b:
+        b.fetcher.want(b.layer, [3], AHEAD)
+        while 3 not in b.layer.flights or not b.fetcher.running:
+            await asyncio.sleep(0.001)
+        flight = b.layer.flights[3]
+        reader = asyncio.ensure_future(b.get(3))
+        await asyncio.sleep(0)
+        b.fetcher._fail(flight, "dropped", again_in=0.01)
+        await reader
+        assert "eio" not in b.fetcher.stats.errors
+        assert b.fetcher.demanded == 0
+
+
 async def test_a_waiter_that_left_is_never_told_and_its_frame_arrives_all_the_same(tmp_path: Path) -> None:
     async with bench(tmp_path, SimulatedSource(LAYER.blob, delay=0.05)) as b:
         waiter = FutureWaiter()

@@ -549,7 +549,7 @@ class Fetcher:
                 flight.rounds += 1
             flight.tried.clear()
             if flight.priority != DEMAND or time.monotonic() + delay > flight.deadline:
-                self._fail(flight, str(error))
+                self._fail(flight, str(error), again_in=delay)
                 return
         flight.state = PAUSED
         self._loop.call_later(delay, self._requeue, flight)
@@ -562,11 +562,16 @@ class Fetcher:
             self._queues[flight.priority].appendleft(flight)
         self._dispatch()
 
-    def _fail(self, flight: Flight, reason: str) -> None:
+    def _fail(self, flight: Flight, reason: str, again_in: float = float("inf")) -> None:
+        """The end of a flight without its frame. Tried again in ``again_in`` seconds where a reader still has the time."""
         layer, frame = flight.layer, flight.frame
         failed: list[Waiter] = []
         now = time.monotonic()
         with self._lock:
+            if flight.priority == DEMAND and now + again_in <= flight.deadline:  # he came when it had been given up already
+                flight.state = PAUSED
+                self._loop.call_later(again_in, self._requeue, flight)
+                return
             layer.flights.pop(frame, None)
             if flight.priority == DEMAND:
                 self._demanded -= 1

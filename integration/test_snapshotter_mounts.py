@@ -204,6 +204,31 @@ async def test_a_complete_layer_is_read_ahead_as_its_disk_is_and_a_lazy_one_is_n
         s.plane.detach(s.layers.path(number))
 
 
+async def test_a_mount_that_others_were_made_beside_is_made_again(root: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with stack(root) as s:
+        digest = s.add(Member("f", b"x"))
+        s.complete(digest)
+        own, beside = mounts.open_erofs, []
+
+        def crowded(image: str, device: str) -> mounts.DetachedMount:
+            if len(beside) < 2:
+                beside.append(own(image, device))
+            return own(image, device)
+
+        monkeypatch.setattr(mounts, "open_erofs", crowded)
+        before = set(read_aheads())
+        number = await s.layers.attach(digest, Variant())
+        found = sorted(kb for name, kb in read_aheads().items() if name not in before)
+        for mount in beside:
+            os.close(mount.fd)
+        assert len(beside) == 2
+        disk = os.stat(root).st_dev
+        own_disk = f"/sys/class/bdi/{os.major(disk)}:{os.minor(disk)}/read_ahead_kb"
+        if os.path.exists(own_disk):
+            assert found == [128, 128, max(128, min(int(read(own_disk)), 1024))]
+        s.plane.detach(s.layers.path(number))
+
+
 async def test_nobody_sees_an_empty_directory_while_mounts_change(root: str) -> None:
     async with stack(root) as s:
         digest = s.add(Member("f", b"x"))

@@ -30,6 +30,8 @@ from weenv.plugin.snapshotter.planes.images import Images, plain_file
 log = logging.getLogger(__name__)
 
 _BDI = "/sys/class/bdi"
+_ATTEMPTS = 4
+"""How often a mount is made again whose backing device cannot be told from another's."""
 _READ_AHEAD_MAX = 1024
 """KiB; from 2048 on, half of the cold starts of a large program took twice as long (docs/adr/0002)."""
 
@@ -92,17 +94,24 @@ class ErofsPlane:
         """Mount; over a plain file with the read-ahead of the disk that holds it (docs/adr/0002).
 
         A file-backed mount has a backing device of its own, named by a sequence number that nothing ties to the mount but
-        its appearing with it. So one is made at a time, and where another process made one meanwhile neither is touched.
+        its appearing with it. So one is made at a time; where another process made one meanwhile, both are left as they are and
+        it is made again.
         """
         with self._one_at_a_time:
             if attachment.mode != COMPLETE:
                 return mounts.open_erofs(image, device)
-            before = _erofs_devices()
-            mount = mounts.open_erofs(image, device)
-            new = _erofs_devices() - before
-        if len(new) == 1:
-            _inherit_read_ahead(device, new.pop())
-        return mount
+            attempts = _ATTEMPTS
+            while True:
+                before = _erofs_devices()
+                mount = mounts.open_erofs(image, device)
+                new = _erofs_devices() - before
+                attempts -= 1
+                if len(new) == 1:
+                    _inherit_read_ahead(device, new.pop())
+                if len(new) < 2 or not attempts:
+                    return mount
+                with mount:  # leaving it unmounts it
+                    pass
 
     def _device(self, digest: str, directory: str) -> tuple[Attachment, str]:
         if plain := plain_file(directory):

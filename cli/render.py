@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from weenv.core.units import counted, seconds, size
 __all__ = ["counted", "escape", "findings", "plain", "print_json", "seconds", "short", "size", "table"]
 
 
+_WIDE = 10_000
 _COLOURS = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -38,7 +40,8 @@ def table(
     """Print a table. Cells may carry rich markup.
 
     ``right`` lists the numbers of right-aligned columns. On a terminal that is too narrow for a line a row, the frame goes
-    first, then the columns of ``drop`` one by one; cells are wrapped only where that is not enough.
+    first, then the columns of ``drop`` one by one. Where that is not enough lines are longer than the terminal, which wraps
+    them: a reference or digest is never torn, so that it can be copied. Into a file or pipe (without COLUMNS) goes all of it.
     """
     from rich.box import HEAVY_HEAD
     from rich.console import Console
@@ -46,14 +49,16 @@ def table(
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = _WIDE
     lines = list(rows)
-    wide = console.options.update(max_width=10_000)
+    wide = console.options.update(max_width=_WIDE)
 
     def draw(numbers: Sequence[int], framed: bool) -> Table:
         box = HEAVY_HEAD if framed else None
         drawn = Table(title=title or None, title_justify="left", header_style="bold", box=box, pad_edge=framed)
         for number in numbers:
-            drawn.add_column(columns[number], justify="right" if number in right else "left", overflow="fold")
+            drawn.add_column(columns[number], justify="right" if number in right else "left", no_wrap=True, overflow="ignore")
         for row in lines:
             drawn.add_row(*(row[number] for number in numbers))
         return drawn
@@ -62,8 +67,11 @@ def table(
     tries = [(numbers, framed) for numbers in shown for framed in (True, False)]
     for numbers, framed in tries:
         drawn = draw(numbers, framed)
-        if Measurement.get(console, wide, drawn).maximum <= console.width:
+        needed = Measurement.get(console, wide, drawn).maximum
+        if needed <= console.width:
             break
+    else:
+        console.width = needed
     console.print(drawn)
 
 

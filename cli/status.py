@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 from typing import Any
 
@@ -15,19 +14,15 @@ from weenv.core.settings import DEFAULT_CONFIG, read_tables
 _MODES = {"lazy": "[cyan]lazy[/]", "complete": "[green]complete[/]", "unmounted": "[yellow]unmounted[/]"}
 
 
+_NAMESPACES = 3
+"""Namespaces shown in a table's cell; --json has them all."""
+
+
 def blobfs_status(path: str) -> dict[str, Any] | None:
     """What the running blobfs says of itself, or None where none answers."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(5)
-            connection.connect(path)
-            parts = []
-            while part := connection.recv(65536):
-                parts.append(part)
-        answer = json.loads(b"".join(parts))
-    except (OSError, ValueError):
-        return None
-    return answer if isinstance(answer, dict) else None
+    from weenv.plugin.snapshotter.blobfs.control import ask
+
+    return ask(path, {"op": "status"})
 
 
 def _lost(root: str, path: str) -> str:
@@ -53,6 +48,36 @@ def blobfs_problems(answer: dict[str, Any] | None) -> list[str]:
             where = f"layer {render.short(layer['digest'])} ({layer['local_percent']:g}% local)"
             lines.append(f"{where}: {kinds}; last: {layer['last_error']}")
     return lines
+
+
+def _users(used_by: dict[str, tuple[str, ...]]) -> str:
+    """How many containers of which namespaces: ``2 default, 1 k8s.io``."""
+    shown = sorted(used_by.items(), key=lambda item: (-len(item[1]), item[0]))
+    parts = [f"{len(names)} {render.escape(namespace or '-')}" for namespace, names in shown[:_NAMESPACES]]
+    if rest := sum(len(names) for _, names in shown[_NAMESPACES:]):
+        parts.append(f"{rest} others")
+    return ", ".join(parts) or "-"
+
+
+def _spread(containers: dict[str, int]) -> str:
+    """The same in brackets, where there is more than one namespace."""
+    parts = [f"{count} {render.plain(name)}" for name, count in containers.items()]
+    return f" ({', '.join(parts)})" if len(parts) > 1 else ""
+
+
+def _blobfs_line(answer: dict[str, Any] | None) -> str:
+    """Whether it runs, and how large the cache is."""
+    if answer is None:
+        return "not running"
+    cache = answer.get("cache") or {}
+    line = "running"
+    if "data" in cache:
+        line += f"; cache {render.size(cache['data'])}"
+        line += f" of {render.size(cache['high'])}" if cache.get("high") is not None else ""
+        evicted = sum(cache.get("evicted_bytes", {}).values())
+        line += f", {render.size(evicted)} evicted since it began" if evicted else ""
+        line += ", over its bound and nothing can be evicted" if cache.get("stuck") else ""
+    return line
 
 
 @click.command()
@@ -88,7 +113,7 @@ def status(config_path: str, as_json: bool) -> None:
             f"{layer.local_bytes / layer.stream_size:.1%}" if layer.stream_size else "0%",
             render.size(layer.disk_bytes),
             str(layer.snapshots),
-            str(layer.users),
+            _users(layer.used_by),
             "[yellow]converted here[/]" if layer.converted else render.escape(layer.origins[0]) if layer.origins else "-",
         )
         for layer in node.layers
@@ -99,7 +124,7 @@ def status(config_path: str, as_json: bool) -> None:
     else:
         click.echo("No lazy layer on this node: pull a converted image with the weenv snapshotter (see weenv convert --help).")
     click.echo(
-        f"{render.counted(node.active, 'container')}, {render.counted(node.views, 'view')}; "
+        f"{render.counted(node.active, 'container')}{_spread(node.containers)}, {render.counted(node.views, 'view')}; "
         f"images' snapshots: {node.committed_lazy} lazy, "
         f"{node.committed_ordinary} ordinary ({render.size(node.ordinary_bytes)})"
     )
@@ -107,7 +132,7 @@ def status(config_path: str, as_json: bool) -> None:
         held = f"{render.counted(node.converted_blobs, 'layer')}, {render.size(node.converted_bytes)}"
         click.echo(f"not in the lazy format, converted on this node: {held}")
     click.echo(f"snapshotter: {f'running (pid {node.pid})' if node.running else 'not running'}, root {node.root}")
-    click.echo(f"blobfs: {'running' if blobfs is not None else 'not running'}")
+    click.echo(f"blobfs: {_blobfs_line(blobfs)}")
     if lost:
         click.echo(f"problem: {lost}")
     for problem in [*node.problems, *blobfs_problems(blobfs)]:

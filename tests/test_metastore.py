@@ -126,7 +126,7 @@ def test_users_of_layers_are_the_containers_above(store: Metastore) -> None:
     add(store, "c1", one, Kind.ACTIVE)
     add(store, "c2", two, Kind.ACTIVE)
     add(store, "v", two, Kind.VIEW)
-    assert store.layer_users() == {layers[0]: 3, layers[1]: 2}
+    assert store.layer_users() == {layers[0]: ["c1", "c2", "v"], layers[1]: ["c2", "v"]}
 
 
 def test_walking_while_rows_come_and_go(store: Metastore) -> None:

@@ -18,13 +18,12 @@ HEAD = ["layer", "served", "blob", "tar", "local", "on disk", "images", "users",
 def drawn(capsys: Captured, monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
     monkeypatch.setenv("COLUMNS", str(columns))
     render.table(HEAD, ROWS, right=[2, 3, 4, 5, 6, 7], drop=[3, 6, 5, 2])
-    lines = capsys.readouterr().out.splitlines()
-    assert max(len(line) for line in lines) <= columns
-    return lines
+    return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
 
 
 def test_a_table_that_fits_is_framed_and_whole(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = drawn(capsys, monkeypatch, 160)
+    assert max(map(len, lines)) <= 160
     assert all(name in lines[1] for name in HEAD) and len(lines) == 6 and lines[0].startswith("┏")
     assert all(cell in lines[3] for cell in ROWS[0])
 
@@ -33,15 +32,27 @@ def test_a_table_that_fits_is_framed_and_whole(capsys: Captured, monkeypatch: py
 def test_frame_and_columns_go_before_cells_are_torn(
     columns: int, gone: int, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = [line for line in drawn(capsys, monkeypatch, columns) if line.strip()]
+    lines = [line for line in drawn(capsys, monkeypatch, columns) if line]
+    assert max(map(len, lines)) <= columns
     left = [name for name in HEAD if f" {name} " in f" {lines[0]} "]
     assert left == [name for name in HEAD if name not in ["tar", "images", "on disk", "blob"][:gone]]
     assert len(lines) == 3 and ROWS[0][-1] in lines[1], "one line a row, no cell torn"
 
 
-def test_a_terminal_that_is_too_narrow_for_all_that(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = "".join(drawn(capsys, monkeypatch, 50))
-    assert all(name in text for name in ("layer", "local", "users", "100.0%"))
+@pytest.mark.parametrize("columns", [20, 50, 66])
+def test_a_reference_is_never_torn(columns: int, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal wraps a line that is too long for it; what is copied from there is whole."""
+    lines = [line for line in drawn(capsys, monkeypatch, columns) if line]
+    assert len(lines) == 3
+    assert lines[1].endswith(ROWS[0][-1])
+    assert all(name in lines[0] for name in ("layer", "local", "users", "from"))
+
+
+def test_a_pipe_gets_all_columns(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    render.table(HEAD, ROWS, right=[2, 3, 4, 5, 6, 7], drop=[3, 6, 5, 2])
+    out = capsys.readouterr().out
+    assert all(cell in out.splitlines()[3] for cell in ROWS[0])
 
 
 @pytest.mark.parametrize("columns", [50, 80, 200])

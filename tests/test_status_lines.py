@@ -31,6 +31,7 @@ def serve(path: Path, answer: dict[str, Any]) -> threading.Thread:
         with server:
             client, _ = server.accept()
             with client:
+                assert json.loads(client.recv(1000)) == {"op": "status"}
                 client.sendall(json.dumps(answer).encode())
 
     thread = threading.Thread(target=run)

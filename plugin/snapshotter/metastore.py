@@ -398,13 +398,16 @@ class Metastore:
             return False
         return True
 
-    def layer_users(self) -> dict[int, int]:
-        """For each layer, how many active snapshots and views have it somewhere below them."""
+    def layer_users(self) -> dict[int, list[str]]:
+        """For each layer, the names of the active snapshots and views that have it somewhere below them."""
         rows = self._db.execute(
             "WITH RECURSIVE up (leaf, id) AS ("
             " SELECT id, id FROM snapshots WHERE kind <> 3"
             " UNION ALL SELECT up.leaf, s.parent_id FROM up JOIN snapshots s ON s.id = up.id WHERE s.parent_id IS NOT NULL"
-            ") SELECT s.layer_id, count(*) FROM up JOIN snapshots s ON s.id = up.id"
-            " WHERE s.layer_id IS NOT NULL GROUP BY s.layer_id"
+            ") SELECT s.layer_id, leaf.name FROM up JOIN snapshots s ON s.id = up.id JOIN snapshots leaf ON leaf.id = up.leaf"
+            " WHERE s.layer_id IS NOT NULL ORDER BY leaf.name"
         )
-        return dict(rows.fetchall())
+        found: dict[int, list[str]] = {}
+        for layer_id, name in rows:
+            found.setdefault(layer_id, []).append(name)
+        return found

@@ -8,6 +8,8 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weenv.core.errors import FormatError, StorageError
@@ -39,6 +41,8 @@ class LayerStatus:
     """Images' snapshots that are this layer."""
     users: int
     """Containers (active snapshots and views) that have it somewhere below them."""
+    used_by: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Their names, by containerd's namespace."""
     origins: tuple[str, ...] = ()
     converted: bool = False
     """Converted on this node: its image is not in the lazy format."""
@@ -62,6 +66,8 @@ class NodeStatus:
     """Layers that this node converted and keeps, in use or not."""
     converted_bytes: int = 0
     problems: tuple[str, ...] = field(default=())
+    containers: dict[str, int] = field(default_factory=dict)
+    """Active snapshots by containerd's namespace."""
 
 
 def collect(root: str) -> NodeStatus:
@@ -103,9 +109,12 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
     lazy = ordinary_bytes = 0
     per_layer: dict[int, int] = {}
     problems: list[str] = []
+    containers: Counter[str] = Counter()
     for page in store.walk():
         for snapshot in page:
             counts[snapshot.kind] += 1
+            if snapshot.kind is Kind.ACTIVE:
+                containers.update(by_namespace([snapshot.name]).keys())
             if snapshot.layer_id is not None:
                 lazy += 1
                 per_layer[snapshot.layer_id] = per_layer.get(snapshot.layer_id, 0) + 1
@@ -119,7 +128,7 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
             problems.append(f"layer {layer.digest} is not mounted")
         if is_bad(dirs.path(layer.digest)):
             problems.append(f"layer {layer.digest} does not have its diffID and is not served: remove the image")
-        layers.append(_layer(dirs, layer, mode, point, per_layer.get(layer.id, 0), users.get(layer.id, 0)))
+        layers.append(_layer(dirs, layer, mode, point, per_layer.get(layer.id, 0), users.get(layer.id, [])))
     kept = _converted(root)
     return NodeStatus(
         root,
@@ -134,6 +143,7 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
         len(kept),
         sum(kept),
         tuple(problems),
+        dict(sorted(containers.items())),
     )
 
 
@@ -147,7 +157,17 @@ def _converted(root: str) -> list[int]:
     return sizes
 
 
-def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int, users: int) -> LayerStatus:
+def by_namespace(names: Iterable[str]) -> dict[str, tuple[str, ...]]:
+    """Snapshots' names, which containerd makes of namespace, a number and its client's key, by namespace."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        namespace, _, rest = name.partition("/")
+        key = rest.partition("/")[2]
+        found.setdefault(namespace if key else "", []).append(key or name)
+    return {namespace: tuple(keys) for namespace, keys in sorted(found.items())}
+
+
+def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int, users: Sequence[str]) -> LayerStatus:
     directory = dirs.path(layer.digest)
     try:
         source = dirs.source(layer.digest)
@@ -163,4 +183,6 @@ def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int,
         except OSError:
             continue
     here = f"layout:{os.path.join(os.path.dirname(dirs.root), CONVERTED)}" in origins
-    return LayerStatus(layer.digest, mode, point, size, stream, local, disk, snapshots, users, origins, here)
+    return LayerStatus(
+        layer.digest, mode, point, size, stream, local, disk, snapshots, len(users), by_namespace(users), origins, here
+    )

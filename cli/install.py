@@ -26,7 +26,8 @@ from weenv.systemd.install.tree import Tree
 _PLACES = ("/usr/bin", "/usr/local/bin", "/usr/sbin", "/usr/local/sbin", "/opt/containerd/bin")
 """Where containerd is looked for."""
 _CONTAINERD = "containerd.service"
-_MACHINES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm/v7"}
+_REMAPS = (6, 12)
+"""Linux that mounts EROFS from files: layers can then be id-mapped."""
 
 ROOT = click.option("--root", "directory", default="/", help="The system to work on, such as a mounted image.  [default: /]")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show what would be done, as a diff; change nothing.")
@@ -122,6 +123,10 @@ def _containerd_line(tree: Tree, given: str | None, main: str) -> int:
     raise ConfigError("cannot tell which containerd this is", hint="name it: --containerd-version 1.7, or 2.1")
 
 
+def _kernel() -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", os.uname().release)[:2])
+
+
 def _amends(
     tree: Tree, settings: files.Settings, options: dict[str, Any], line: int
 ) -> tuple[list[files.Item], list[steps.Amend]]:
@@ -133,8 +138,8 @@ def _amends(
 
     items, amends = [], []
     if line:
-        platform = f"linux/{_MACHINES.get(os.uname().machine, os.uname().machine)}"
-        wanted = containerd.Wanted(settings.socket, settings.root, line, cri=options["cri"], platform=platform)
+        remap = not tree.live or _kernel() >= _REMAPS
+        wanted = containerd.Wanted(settings.socket, settings.root, line, cri=options["cri"], remap=remap)
         found = containerd.configure(containerd.Reader(read, tree.matches), options["containerd"], wanted)
         items.append(files.Item(found.path, found.text.encode()))
         for path in dict.fromkeys([*([options["containerd"]] if found.main else []), *found.edits]):
@@ -259,7 +264,7 @@ class _Install:
             copy = f" (as it was: {write.edit.backup})" if write.edit is not None and write.edit.backup else ""
             self.say(f"{'wrote' if write.old is None else 'changed'} {write.path}{copy}")
         if not (self.tree.live and booted()):
-            steps.enable(self.tree, self.known, self.plan.links)
+            steps.enable(self.tree, self.plan.links)
             for path in self.plan.links:
                 self.say(f"enabled {path.rpartition('/')[2]}")
         self.known.links.update(links)
@@ -439,23 +444,18 @@ def _forget(manager: Manager, *, restart: bool) -> str:
 
 
 def _using(root: str) -> list[str]:
-    """Where containers have layers below ``root`` mounted."""
+    """Where containers have layers below ``root`` mounted: overlays over them, and single layers a second time.
+
+    A root that is a bind mount itself is seen twice with all that is in it, which is no use of it.
+    """
     from weenv.plugin.snapshotter.mounts import mounts_below
 
     inside = f"{root}/"
     entries = mounts_below("/").values()
     own = {entry.device: entry.point[len(root) :] for entry in entries if entry.point.startswith(inside)}
-
-    def view(point: str, device: str) -> bool:
-        """Not where the root shows a second time, because it is a bind mount itself."""
-        return not point.startswith(inside) and not point.endswith(own.get(device, "//"))
-
-    return [
-        entry.point
-        for entry in entries
-        if (entry.fstype == "overlay" and inside in entry.super_options)
-        or (entry.fstype == "erofs" and entry.source.startswith(inside) and view(entry.point, entry.device))
-    ]
+    outside = [entry for entry in entries if not entry.point.startswith(inside)]
+    overlays = [entry.point for entry in outside if entry.fstype == "overlay" and inside in entry.super_options]
+    return overlays + [entry.point for entry in outside if entry.device in own and not entry.point.endswith(own[entry.device])]
 
 
 def _refuse_while_used(root: str) -> None:

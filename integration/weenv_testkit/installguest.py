@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 
 from weenv.plugin.snapshotter.mounts import mounts_below
@@ -123,6 +124,8 @@ def installed() -> None:
     with open("/sys/fs/cgroup/weenv.slice/memory.min") as file:
         assert int(file.read()) == 256 << 20
     assert "weenv" in ctr("plugins", "ls")
+    with urllib.request.urlopen("http://127.0.0.1:5050/v2/", timeout=20) as answer:
+        assert answer.status == 200
     say("installed: all daemons told that they are ready")
     assert weenv("install") == "weenv is installed as it should be: nothing was changed\n"
     say("a second run changes nothing")

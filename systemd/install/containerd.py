@@ -30,14 +30,14 @@ _MOST = 100
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What containerd is to know. ``line``: 1 or 2, its major version."""
+    """What containerd is to know. ``line``: 1 or 2, its major version; ``remap``: user namespaces get id-mapped mounts."""
 
     socket: str
     root: str
     line: int
     cri: bool = False
+    remap: bool = True
     name: str = "weenv"
-    platform: str = "linux/amd64"
 
 
 @dataclass(slots=True)
@@ -134,9 +134,9 @@ def _owner(files: dict[str, dict[str, Any]], plugin: str) -> str:
 
 
 def _unpack(wanted: Wanted, *, with_default: bool) -> list[dict[str, str]]:
-    """Entries of ``unpack_config``; a list replaces the default, which is overlayfs."""
+    """Entries of ``unpack_config``; a list replaces the default, which is overlayfs. "linux" is the node's architecture."""
     names = ["overlayfs", wanted.name] if with_default else [wanted.name]
-    return [{"platform": wanted.platform, "snapshotter": name, "differ": "walking"} for name in names]
+    return [{"platform": "linux", "snapshotter": name, "differ": "walking"} for name in names]
 
 
 def _cri(wanted: Wanted, version: int) -> list[Change]:
@@ -164,6 +164,7 @@ def _drop_in(wanted: Wanted, version: int, transfer: list[dict[str, str]]) -> st
         f"[proxy_plugins.{wanted.name}]",
         'type = "snapshot"',
         f'address = "{wanted.socket}"',
+        *(['capabilities = ["remap-ids"]  # never "rebase"'] if wanted.remap else []),
         "",
         f"[proxy_plugins.{wanted.name}.exports]",
         f'root = "{wanted.root}"',

@@ -50,8 +50,8 @@ class Record:
         """As it is written."""
         return (json.dumps({"format": _FORMAT, **asdict(self)}, indent=1, sort_keys=True) + "\n").encode()
 
-    def made(self, directories: list[str]) -> None:
-        """Remember directories that were made."""
+    def will_make(self, directories: list[str]) -> None:
+        """Remember directories that are going to be made."""
         self.directories += [one for one in directories if one not in self.directories]
 
 

@@ -134,15 +134,16 @@ def untouched(tree: Tree, path: str, edit: Edit) -> bool:
 
 def begin(tree: Tree, record: Record, steps: Plan) -> None:
     """Put into the record what is going to happen: whatever interrupts the rest, it can be taken back."""
+    for path in [PATH, *(write.path for write in steps.writes), *steps.links]:
+        record.will_make(tree.missing(path))
     for write in steps.writes:
         if write.edit is not None:
             record.edits[write.path] = write.edit
             if write.edit.backup and write.old is not None and tree.read(write.edit.backup) is None:
-                record.made(tree.write(write.edit.backup, write.old))
+                tree.write(write.edit.backup, write.old)
         else:
             record.files[write.path] = [*record.files.get(write.path, ()), digest(write.new)]
     record.links.update(steps.links)
-    record.made(tree.make_directories(PATH.rpartition("/")[0]))
     tree.write(PATH, record.dump())
 
 
@@ -153,15 +154,15 @@ def carry_out(tree: Tree, record: Record, steps: Plan) -> None:
         record.files.pop(path, None)
         record.links.pop(path, None)
     for write in steps.writes:
-        record.made(tree.write(write.path, write.new))
+        tree.write(write.path, write.new)
         if write.edit is None:
             record.files[write.path] = [digest(write.new)]
 
 
-def enable(tree: Tree, record: Record, links: dict[str, str]) -> None:
+def enable(tree: Tree, links: dict[str, str]) -> None:
     """Make the links, where no systemd is there to do it."""
     for path, target in links.items():
-        record.made(tree.make_link(path, target))
+        tree.make_link(path, target)
 
 
 def finish(tree: Tree, record: Record) -> None:

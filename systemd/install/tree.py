@@ -73,34 +73,26 @@ class Tree:
             raise ConfigError(f"{path} is larger than {limit} bytes")
         return data
 
-    def write(self, path: str, data: bytes, mode: int | None = None) -> list[str]:
-        """Write a file, durably and at once; the directories that were made for it, the topmost first.
-
-        Without ``mode`` it keeps mode and owner, or gets 0644.
-        """
-        made = self.make_directories(os.path.dirname(path))
+    def write(self, path: str, data: bytes) -> None:
+        """Write a file, durably and at once, and make its directory. It keeps mode and owner, or gets 0644."""
+        os.makedirs(self.host(os.path.dirname(path)), 0o755, exist_ok=True)
         place = self.host(path)
         try:
             old = os.stat(place)
         except FileNotFoundError:
-            write_atomic(place, data, mode=0o644 if mode is None else mode)
-            os.chmod(place, 0o644 if mode is None else mode)
-            return made
+            write_atomic(place, data, mode=0o644)
+            os.chmod(place, 0o644)
+            return
         write_atomic(place, data)
         os.chown(place, old.st_uid, old.st_gid)
-        os.chmod(place, stat.S_IMODE(old.st_mode) if mode is None else mode)
-        return made
+        os.chmod(place, stat.S_IMODE(old.st_mode))
 
-    def make_directories(self, path: str) -> list[str]:
-        """Make a directory and those above it, mode 0755; which were made."""
-        made = []
-        place = ""
-        for part in _parts(path):
-            place = f"{place}/{part}"
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(self.host(place), 0o755)
-                made.append(place)
-        return made
+    def missing(self, path: str) -> list[str]:
+        """The directories above ``path`` that are not there yet, the topmost first."""
+        above = [""]
+        for part in _parts(path)[:-1]:
+            above.append(f"{above[-1]}/{part}")
+        return [place for place in above[1:] if not os.path.isdir(self.host(place))]
 
     def remove(self, path: str) -> bool:
         """Remove a file or a symlink; False where there is none."""
@@ -125,12 +117,11 @@ class Tree:
         except OSError:
             return None
 
-    def make_link(self, path: str, target: str) -> list[str]:
-        """Make a symlink, in place of another; the directories that were made for it."""
-        made = self.make_directories(os.path.dirname(path))
+    def make_link(self, path: str, target: str) -> None:
+        """Make a symlink, in place of another, and its directory."""
+        os.makedirs(self.host(os.path.dirname(path)), 0o755, exist_ok=True)
         self.remove(path)
         os.symlink(target, self.host(path, last=False))
-        return made
 
     def matches(self, pattern: str) -> list[str]:
         """Files that a shell pattern names, sorted; only the last component may have wildcards."""

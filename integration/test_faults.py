@@ -51,6 +51,8 @@ def check_mount(described: list[Mount], target: str) -> None:
 
 def test_kind_concurrent_mounts_of_one_layer(node: Node, registry: Registry, home: str) -> None:
     """Twenty Views and Prepares at once, on layers that a reboot has unmounted: each layer is mounted once, all are served."""
+    if node.line == "1.7":
+        pytest.skip("containerd has no part in it")
     ref = lazy_image(home, registry, f"race{node.line}", Member("data/x", b"x\n"))
     namespace = node.pull(ref)
     node.shell(ref, "cat /data/x", namespace)  # the file is local

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 import pytest
 
 from weenv.plugin.snapshotter import mounts
-from weenv_testkit.kube import KubeNode
+from weenv_testkit import tools
+from weenv_testkit.cri import NAMESPACE_POD, SCHEMA
+from weenv_testkit.kube import KubeNode, pod_network
 from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.procs import Failed, wait_until
 from weenv_testkit.registry import Registry
@@ -36,7 +38,10 @@ def module_node(line: str, home: str, workdir: str, registry: Registry, store: S
     path = os.path.join(home, f"u{line}")
     os.mkdir(path)
     store.pause()
-    with KubeNode(line, path, registry=registry.host, settings={"blobfs.fill": "enabled = false"}) as running:
+    made = KubeNode(line, path, registry=registry.host, settings={"blobfs.fill": "enabled = false"})
+    if line != "1.7":
+        made.containerd.runc = tools.new_runc()  # without id-mapped mounts in runc, 2.x starts no pod in a user namespace
+    with made as running:
         yield running
 
 
@@ -166,3 +171,27 @@ def test_a_containerd_that_maps_ids_itself_is_left_to_it(
         assert not id_mounts(node)
         assert not node.complaints()
     shutil.rmtree(path, ignore_errors=True)
+
+
+def test_a_pod_in_a_user_namespace(node: Node, store: Store, registry: Registry) -> None:
+    """``hostUsers: false`` as kubelet asks for it: a range of ids for the pod, shared by all of its containers."""
+    pod_network(node.containerd)
+    ref = store.lazy("pair")
+    node.expect("image is not served lazily")  # the pause image is an ordinary one
+    ids = [SCHEMA["IDMapping"](host_id=MAP + 7 * 65536, container_id=0, length=65536)]
+    options = SCHEMA["NamespaceOption"](network=NAMESPACE_POD, userns_options=SCHEMA["UserNamespace"](uids=ids, gids=ids))
+    with node.cri() as cri:
+        cri.pull(ref)
+        wait_until("the network to be known", lambda: cri.ready("NetworkReady"), 20, 0.1)
+        pod = cri.run_pod("userns", options=options)
+        try:
+            for _ in range(2):
+                container = cri.start_container(pod, ref, "sleep", "1000")
+                script = "cat /proc/self/uid_map; stat -c '%u %g' / /data/7; echo x > /data/7; rm /data/8; ls /data | wc -l"
+                out = cri.exec(container, ["sh", "-c", script]).splitlines()
+                assert out[0].split() == ["0", str(MAP + 7 * 65536), "65536"]
+                assert out[1:] == ["0 0", "0 0", "19"]
+            assert len(id_mounts(node)) == 1 + 2 * 2, "pause has one layer"
+        finally:
+            cri.remove_pod(pod)
+    wait_until("the mounts to go", lambda: not id_mounts(node))

@@ -92,6 +92,7 @@ class Containerd:
         self.hosts = os.path.join(home, "hosts")
         self.cgroup = f"weenv-test-{secrets.token_hex(4)}"
         self.bin = tools.containerd_bin(line)
+        self.runc = tools.runc()
         self._ids = itertools.count(1)
         self._process: Process | None = None
 
@@ -182,13 +183,13 @@ class Containerd:
     def environment(self) -> dict[str, str]:
         """Environment variables of the daemon and of ctr."""
         # containerd looks for its shim and for runc in PATH.
-        runc = os.path.dirname(tools.runc())
+        runc = os.path.dirname(self.runc)
         return {"PATH": f"{self.bin}:{runc}:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": self.home, "TMPDIR": self.home}
 
     def config(self) -> str:
         """The text of config.toml."""
         q = json.dumps  # a JSON string is a TOML basic string
-        options = f"BinaryName = {q(tools.runc())}\nRoot = {q(self.runc_root)}\nSystemdCgroup = false\n"
+        options = f"BinaryName = {q(self.runc)}\nRoot = {q(self.runc_root)}\nSystemdCgroup = false\n"
         text = f"version = {2 if self.line == '1.7' else 3}\nroot = {q(self.root)}\nstate = {q(self.state)}\n"
         text += f"disabled_plugins = {q(list(_DISABLED))}\n"
         text += f"[grpc]\naddress = {q(self.socket)}\n[ttrpc]\naddress = {q(self.socket + '.ttrpc')}\n"
@@ -302,7 +303,7 @@ class Containerd:
         flags: Sequence[str] = ("--rm",),
     ) -> list[str]:
         """The argv of ``ctr run``, for who measures it; to be run with :meth:`environment`."""
-        runtime = ["--runc-binary", tools.runc(), "--runc-root", os.path.join(self.runc_root, "ctr")]
+        runtime = ["--runc-binary", self.runc, "--runc-root", os.path.join(self.runc_root, "ctr")]
         where = ["--cgroup", f"/{self.cgroup}/{name}", "--snapshotter", snapshotter]
         return self._ctr_argv(namespace, "run", *runtime, *where, *flags, image, name, *command)
 

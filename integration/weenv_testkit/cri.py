@@ -16,6 +16,7 @@ from weenv.core.proto import Schema
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.procs import Failed
 
+NAMESPACE_POD = 0
 NAMESPACE_NODE = 2
 """NamespaceMode NODE: the pod shares the host's namespace, so no CNI is needed for the network."""
 EXITED = 2
@@ -37,6 +38,9 @@ SCHEMA = Schema(
             "pinned": (8, "bool"),
         },
         "ImageStatusResponse": {"image": (1, "Image")},
+        "RuntimeCondition": {"type": (1, "string"), "status": (2, "bool")},
+        "RuntimeStatus": {"conditions": (1, "repeated RuntimeCondition")},
+        "StatusResponse": {"status": (1, "RuntimeStatus")},
         "ListImagesRequest": {},
         "ListImagesResponse": {"images": (1, "repeated Image")},
         "RemoveImageRequest": {"image": (1, "ImageSpec")},
@@ -172,6 +176,11 @@ class Cri:
             return call(request, timeout=timeout, wait_for_ready=True)
         except grpc.RpcError as error:
             raise Failed(f"CRI {method}: {error.code().name}: {error.details()}") from None
+
+    def ready(self, condition: str) -> bool:
+        """Whether Status calls a condition (``RuntimeReady``, ``NetworkReady``) true."""
+        status = self._call("RuntimeService", "Status", SCHEMA["Empty"](), "StatusResponse").status
+        return any(one.type == condition and one.status for one in status.conditions)
 
     # -- images -------------------------------------------------------------------------------------------------
 

@@ -42,7 +42,8 @@ class Tool:
 
     ``suites`` is where apt looks, ``"."`` being the machine's own; of several, apt takes the newest version. ``programs``
     are looked for in the packages' ``bin`` and ``sbin``. ``private_libc`` runs them with the loader and the libraries
-    unpacked beside them, which is how a program of a newer Debian runs on an older one.
+    unpacked beside them, which is how a program of a newer Debian runs on an older one. ``patched`` writes both into the
+    program itself, for one that starts itself again; it needs tool ``patchelf``.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Tool:
     packages: tuple[str, ...]
     programs: tuple[str, ...]
     private_libc: bool = False
+    patched: bool = False
 
 
 CONTAINERD = ("containerd", "ctr", "containerd-shim-runc-v2")
@@ -65,6 +67,9 @@ WANTED = (
     Tool("containerd-2", ("sid",), ("containerd",), CONTAINERD),
     # Not installed by apt-get: runc would drive out docker-ce's containerd.io, docker-registry and nginx would start services.
     Tool("runc", (".",), ("runc",), ("runc",)),
+    # For CRI's pods in user namespaces: containerd 2.x wants id-mapped mounts of runc, which it has from 1.2 on.
+    Tool("patchelf", (".",), ("patchelf",), ("patchelf",)),
+    Tool("runc-new", ("sid",), ("runc", "libc6", "libseccomp2"), ("runc",), patched=True),
     Tool("registry", (".",), ("docker-registry",), ("docker-registry",)),
     Tool("nginx", (".",), ("nginx",), ("nginx",)),
     Tool("cosign", ("sid",), ("cosign",), ("cosign",)),
@@ -189,6 +194,11 @@ def unpack(tool: Tool, apt: PrivateApt) -> None:
         if tool.private_libc:
             (work / "bin" / name).write_text(wrapper(work / "root", final / "root", program))
             (work / "bin" / name).chmod(0o755)
+        elif tool.patched:
+            loader, libraries = private_loader(work / "root", final / "root")
+            shutil.copy(work / "root" / program, work / "bin" / name)
+            patchelf = str(TOOLS / "patchelf" / "bin" / "patchelf")
+            run(patchelf, "--set-interpreter", str(loader), "--set-rpath", libraries, str(work / "bin" / name))
         else:
             (work / "bin" / name).symlink_to(f"../root/{program}")
     (work / "VERSION").write_text("".join(versions))
@@ -197,14 +207,19 @@ def unpack(tool: Tool, apt: PrivateApt) -> None:
     os.rename(work, final)
 
 
-def wrapper(root: Path, final: Path, program: str) -> str:
-    """A shell script that starts a program with its own loader and libraries, whatever libc the machine has."""
+def private_loader(root: Path, final: Path) -> tuple[Path, str]:
+    """Where the loader and the libraries unpacked in ``root`` will be, once that is called ``final``."""
     loaders = sorted(path for path in root.rglob("ld-linux-*.so.*") if path.is_file())
     if not loaders:
         raise SetupError("libc6 has no loader where one is expected; report this as a bug of the test kit")
     folders = sorted({path.parent for path in root.rglob("lib*.so.*")})
     libraries = ":".join(str(final / folder.relative_to(root)) for folder in folders)
-    loader = final / loaders[0].relative_to(root)
+    return final / loaders[0].relative_to(root), libraries
+
+
+def wrapper(root: Path, final: Path, program: str) -> str:
+    """A shell script that starts a program with its own loader and libraries, whatever libc the machine has."""
+    loader, libraries = private_loader(root, final)
     return f'#!/bin/sh\nexec {loader} --library-path {libraries} {final / program} "$@"\n'
 
 

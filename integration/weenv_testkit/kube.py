@@ -22,6 +22,28 @@ RUN = "/run/weenv"
 """What the shipped files name."""
 
 
+_CNI = """#!/bin/sh
+# The least that containerd takes for a pod's network: it says that there is one.
+version=$(sed -n 's/.*"cniVersion": *"\\([0-9.]*\\)".*/\\1/p' | head -1)
+case $CNI_COMMAND in
+VERSION) echo '{"cniVersion":"1.0.0","supportedVersions":["0.3.1","0.4.0","1.0.0"]}' ;;
+ADD) echo "{\\"cniVersion\\":\\"$version\\",\\"interfaces\\":[{\\"name\\":\\"$CNI_IFNAME\\",\\"sandbox\\":\\"$CNI_NETNS\\"}],\\
+\\"ips\\":[{\\"version\\":\\"4\\",\\"address\\":\\"192.0.2.7/24\\",\\"interface\\":0}]}" ;;
+esac
+"""
+
+
+def pod_network(containerd: Containerd) -> None:
+    """Give the node a pod network of nothing but loopback, so that pods may have network namespaces of their own."""
+    for name in ("loopback", "weenv-test"):
+        path = os.path.join(containerd.home, "cni", "bin", name)
+        with open(path, "w") as file:
+            file.write(_CNI)
+        os.chmod(path, 0o755)
+    with open(os.path.join(containerd.home, "cni", "conf", "10-test.conflist"), "w") as file:
+        file.write('{"cniVersion":"0.4.0","name":"test","plugins":[{"type":"weenv-test"}]}')
+
+
 def lazy_image(home: str, registry: Registry, name: str, *files: Member) -> str:
     """A converted image of busybox and some files that nobody else has; its reference."""
     layout = Layout(os.path.join(home, f"l-{name}"))
@@ -70,7 +92,7 @@ class ShippedContainerd(Containerd):
             file.write(text.replace(self._without, ""))
         own = super().config()
         # Only this containerd's own runc, and no systemd.
-        options = f"SystemdCgroup = false\nBinaryName = '{tools.runc()}'\nRoot = '{self.runc_root}'"
+        options = f"SystemdCgroup = false\nBinaryName = '{self.runc}'\nRoot = '{self.runc_root}'"
         system = self.shipped(f"weenv-system-{'1.7' if self.line == '1.7' else '2'}.toml")
         assert "SystemdCgroup = true" in system
         system = system.replace("SystemdCgroup = true", options)

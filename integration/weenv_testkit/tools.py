@@ -47,6 +47,11 @@ def runc() -> str:
     return tool("runc", "runc")
 
 
+def new_runc() -> str:
+    """Debian unstable's runc, which knows id-mapped mounts."""
+    return tool("runc-new", "runc")
+
+
 def docker_registry() -> str:
     """Debian's docker-registry (distribution 2.8)."""
     return tool("registry", "docker-registry")

@@ -92,7 +92,7 @@ def list_images(namespace: str | None, socket: str | None, config_path: str, as_
         click.echo("No image in this namespace; docker's is moby (--namespace).")
         return
     render.table(
-        ["image", "digest", "size", "of which in the content store"],
+        ["image", "digest", "size", "in store"],
         [
             (render.escape(name), "-", "-", f"[yellow]{render.escape(error)}[/]")
             if content is None
@@ -105,6 +105,7 @@ def list_images(namespace: str | None, socket: str | None, config_path: str, as_
             for content, name, error in images
         ],
         right=[2, 3],
+        drop=[1],
     )
 
 

@@ -173,9 +173,9 @@ class Fetcher:
     async def fetch(self, content: ImageContent) -> int:
         """Have every blob of the image in the store, kept as long as its manifest is; how many bytes came.
 
-        Raises SourceError, VerificationError, ContainerdError; what came until then may stay until it is collected.
+        Raises SourceError, VerificationError, ContainerdError; blobs that came whole stay then, too.
         """
-        missing = content.missing
+        missing, whole = content.missing, False
         lease = f"{LEASE_PREFIX}{secrets.token_hex(8)}"
         expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + _LEASE_LIFE))
         await self._namespace.create_lease(lease, {"containerd.io/gc.expire": expires, LEASE_LABEL: lease_mark()})
@@ -197,8 +197,9 @@ class Fetcher:
                 }
                 if new:
                     await leased.label_content(digest, new)
+            whole = True
         finally:
-            await self._namespace.delete_lease(lease)
+            await self._namespace.delete_lease(lease, sync=not whole)  # what was begun is collected at once
         return sum(blob.descriptor.size for blob in missing)
 
     async def _one(self, leased: Namespaced, content: ImageContent, blob: Blob) -> None:

@@ -13,11 +13,13 @@ import signal
 import tempfile
 from collections.abc import Iterator
 
+import docker
 import pytest
 
 from weenv_testkit.blobfsproc import Blobfs, running
 from weenv_testkit.containerd import Containerd
-from weenv_testkit.node import Node
+from weenv_testkit.dockerd import NAMESPACE, Dockerd
+from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.procs import Failed, mounts_under, processes_of, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.running import Bench, make_plan
@@ -162,6 +164,37 @@ def bench(module_bench: Bench, node: Node) -> Iterator[Bench]:
         wait_until("nothing to be left", lambda: not module_bench.left(), 10, 0.1)
     except Failed:
         assert module_bench.left() == {}
+
+
+@pytest.fixture(scope="module")
+def module_docker(module_node: Node, home: str) -> Iterator[Dockerd]:
+    """A dockerd on the module's node; tests ask for ``client`` or ``dockerd``."""
+    path = os.path.join(home, f"d{module_node.line}")
+    os.mkdir(path)
+    with Dockerd(path, module_node.containerd, snapshotter=SNAPSHOTTER) as running:
+        yield running
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def dockerd(module_docker: Dockerd, node: Node) -> Iterator[Dockerd]:
+    """No container may be left by any test, and nothing of one."""
+    yield module_docker
+    with module_docker.client() as client:
+        assert client.containers.list(all=True) == []
+    node.containerd.collect()
+
+    def left() -> list[str]:
+        return [name for name in node.containerd.snapshots(SNAPSHOTTER, NAMESPACE) if not name.startswith("sha256:")]
+
+    wait_until("the containers' snapshots to go", lambda: not left())
+
+
+@pytest.fixture
+def client(dockerd: Dockerd) -> Iterator[docker.DockerClient]:
+    """docker-py, as ``from_env`` makes it."""
+    with dockerd.client() as found:
+        yield found
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""environment/imagecontent.py without containerd: where a blob is looked for. What it does is in integration/test_docker_content.py."""
+"""environment/imagecontent.py without containerd: where a blob is looked for. The rest: integration/test_docker_content.py."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def test_where_the_node_reads_the_layer_comes_first_then_labels_then_the_name(tm
 def test_names_that_are_in_no_registry_are_not_asked_for(tmp_path: Path) -> None:
     for name in ("weenv.local/plan/task:abc", "moby-dangling@" + LAYER, "Not A Name"):
         assert origins(tmp_path, name, {}) == [], name
-    assert origins(tmp_path, "docker.io/library/debian:12", {}) == [Origin("registry", "registry-1.docker.io", "library/debian")]
+    hub = [Origin("registry", "registry-1.docker.io", "library/debian")]
+    assert origins(tmp_path, "docker.io/library/debian:12", {}) == hub
 
 
 def test_labels_that_anybody_may_have_set_are_looked_at(tmp_path: Path) -> None:

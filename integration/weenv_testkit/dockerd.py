@@ -166,3 +166,10 @@ class Dockerd:
         """Run the ``docker`` command; its standard output. Raises Failed with its standard error."""
         argv = [tools.docker(self.containerd.line, "docker"), *arguments]
         return run(*argv, check=check, timeout=timeout, env=self.environment(**environment))
+
+
+def shell(client: docker.DockerClient, image: str, script: str, **options: Any) -> list[str]:
+    """Lines that ``sh -c SCRIPT`` prints in a new container of the image, without a network unless one is asked for."""
+    options.setdefault("network_mode", "none")
+    out: bytes = client.containers.run(image, ["sh", "-c", script], remove=True, **options)
+    return out.decode().splitlines()

@@ -53,7 +53,7 @@ class RegistryConfig:
     slow_after: float = 5.0
     """An answer that has brought less than an eighth of ``min_rate`` for so long is left for a new one, which goes on where
     it was."""
-    race_after: float = 2.0
+    race_after: float = 1.0
     """Mirrors are asked in their order; one that has not begun to answer after so long is raced by the next. 0: all are asked
     at once."""
     mirror_rest: float = 30.0

@@ -31,7 +31,8 @@ class Finding:
     remedy: str = ""
 
 
-def _walk(table: dict[str, Any], *path: str) -> Any:
+def walk(table: dict[str, Any], *path: str) -> Any:
+    """What is at ``path`` in a parsed file, or None."""
     node: Any = table
     for key in path:
         if not isinstance(node, dict):
@@ -50,7 +51,7 @@ def containerd_config(text: str, address: str, name: str = "weenv") -> Iterator[
         )
         return
     version = config.get("version", 1)
-    plugin = _walk(config, "proxy_plugins", name)
+    plugin = walk(config, "proxy_plugins", name)
     if not isinstance(plugin, dict):
         yield Finding(
             "proxy plugin",
@@ -97,7 +98,7 @@ def _transfer(config: dict[str, Any], exports: dict[str, Any], name: str) -> Ite
             f"enable_remote_snapshot_annotations = {annotations!r}",
             f'set it to the string "true" under [proxy_plugins.{name}.exports]: layers are then resolved side by side',
         )
-    unpack = _walk(config, "plugins", "io.containerd.transfer.v1.local", "unpack_config")
+    unpack = walk(config, "plugins", "io.containerd.transfer.v1.local", "unpack_config")
     names = [entry.get("snapshotter") for entry in unpack if isinstance(entry, dict)] if isinstance(unpack, list) else []
     if name not in names:
         yield Finding(
@@ -117,9 +118,9 @@ def _transfer(config: dict[str, Any], exports: dict[str, Any], name: str) -> Ite
 
 def _cri(config: dict[str, Any], version: int, name: str) -> Iterator[Finding]:
     if version >= 3:
-        images = _walk(config, "plugins", "io.containerd.cri.v1.images")
+        images = walk(config, "plugins", "io.containerd.cri.v1.images")
     else:
-        images = _walk(config, "plugins", "io.containerd.grpc.v1.cri", "containerd")
+        images = walk(config, "plugins", "io.containerd.grpc.v1.cri", "containerd")
     images = images if isinstance(images, dict) else {}
     if images.get("snapshotter") != name:
         yield Finding(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import click
 
-from weenv.cli import checks, render
+from weenv.cli import checks, nodechecks, render
 from weenv.core.errors import WeenvError
+from weenv.core.settings import read_tables
 
 
 def _plane(setting: str, root: str) -> checks.Finding:
@@ -24,8 +26,8 @@ def _plane(setting: str, root: str) -> checks.Finding:
     return checks.Finding("plane", "warn" if choice.better else "ok", f"{choice.name}: {choice.why}", choice.better)
 
 
-async def _running(address: str, name: str, socket: str) -> list[checks.Finding]:
-    """Whether the containerd that ``weenv run`` uses answers, and has our plugin as it runs now."""
+async def _running(address: str, name: str, socket: str) -> tuple[list[checks.Finding], str]:
+    """Whether the containerd that ``weenv run`` uses answers, and has our plugin as it runs now; and its version."""
     from weenv.plugin.containerd.client import Client
 
     try:
@@ -34,46 +36,49 @@ async def _running(address: str, name: str, socket: str) -> list[checks.Finding]
             loaded = await client.plugins(f"type==io.containerd.snapshotter.v1,id=={name}")
     except (WeenvError, OSError, TimeoutError) as error:
         hint = getattr(error, "hint", "") or "is it busy? see its log"
-        return [checks.Finding("containerd", "fail", str(error) or f"no answer at {address} in 5 s", hint)]
+        return [checks.Finding("containerd", "fail", str(error) or f"no answer at {address} in 5 s", hint)], ""
     answers = checks.Finding("containerd", "ok", f"{render.plain(version)} answers at {address}")
     if loaded:
-        return [answers, checks.Finding("plugin", "ok", f"{name} is loaded")]
+        return [answers, checks.Finding("plugin", "ok", f"{name} is loaded")], version
     remedy = f'declare [proxy_plugins.{name}] with type = "snapshot" and address = "{socket}", and start containerd again'
-    return [answers, checks.Finding("plugin", "fail", f"the running containerd has no snapshotter {name!r}", remedy)]
+    return [answers, checks.Finding("plugin", "fail", f"the running containerd has no snapshotter {name!r}", remedy)], version
 
 
-def _containerd(path: str, address: str) -> Iterator[checks.Finding]:
+def _containerd(path: str, address: str, name: str) -> tuple[list[checks.Finding], str]:
+    """Findings about containerd's configuration, and its text."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(4 << 20)
-    except OSError as error:
-        yield checks.Finding(
-            "containerd config",
-            "fail",
-            f"{path}: {error.strerror}",
-            "name it with --containerd-config, or write it (see README)",
-        )
-        return
-    yield from checks.containerd_config(text, address)
+    except (OSError, UnicodeDecodeError) as error:
+        seen = f"{path}: {error.strerror if isinstance(error, OSError) else error}"
+        remedy = "name it with --containerd-config, or write it (see README)"
+        return [checks.Finding("containerd config", "fail", seen, remedy)], ""
+    return list(checks.containerd_config(text, address, name)), text
 
 
-def _blobs(path: str, status_socket: str) -> checks.Finding:
+def _blobs(path: str, status_socket: str) -> list[checks.Finding]:
     """Whether blobfs is mounted and answers. Never looks at the mount itself: without a server that waits for one."""
     from weenv.cli.status import blobfs_problems, blobfs_status
     from weenv.plugin.snapshotter.mounts import mounts_below
 
     remedy = "start it: weenv blobfs serve"
     if path not in mounts_below(os.path.dirname(path)):
-        return checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)
+        return [checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)]
     answer = blobfs_status(status_socket)
     if answer is None:
-        return checks.Finding("blobfs", "fail", f"mounted at {path}, but no server answers: readers wait for it", remedy)
+        found = checks.unix_socket("blobfs", status_socket, remedy)
+        why = f" ({found.seen})" if found.state == "fail" else ""
+        return [checks.Finding("blobfs", "fail", f"mounted at {path}, but no server answers: readers wait for it{why}", remedy)]
+    cache = list(nodechecks.cache(answer))
     if bad := answer.get("bad_layers"):
         seen = f"{len(bad)} layers are not served: {bad[0]['digest']}: {bad[0]['reason']}"
-        return checks.Finding("blobfs", "fail", seen, "remove the images that use them; whoever published them must mend them")
+        remedy = "remove the images that use them; whoever published them must mend them"
+        return [checks.Finding("blobfs", "fail", seen, remedy), *cache]
     if problems := blobfs_problems(answer):
-        return checks.Finding("blobfs", "warn", f"mounted at {path}; {problems[0]}", "see weenv status and the daemon's log")
-    return checks.Finding("blobfs", "ok", f"mounted at {path}")
+        seen = f"mounted at {path}; {problems[0]}"
+        return [checks.Finding("blobfs", "warn", seen, "see weenv status and the daemon's log"), *cache]
+    found = checks.unix_socket("blobfs", status_socket, remedy)
+    return [found if found.state == "warn" else checks.Finding("blobfs", "ok", f"mounted at {path}"), *cache]
 
 
 async def _snapshotter(address: str) -> checks.Finding:
@@ -85,6 +90,19 @@ async def _snapshotter(address: str) -> checks.Finding:
     except (WeenvError, OSError, TimeoutError) as error:
         return checks.Finding("snapshotter", "fail", f"{address}: {error}", "start it: weenv snapshotter serve")
     return checks.Finding("snapshotter", "ok", f"answers at {address}; {render.counted(count, 'snapshot')}")
+
+
+async def _registries(named: Sequence[str], config_path: str) -> list[checks.Finding]:
+    """Those that were named and those of the configuration, side by side."""
+    from weenv.plugin.snapshotter.config import load
+
+    config = load(config_path).registry
+    others = sorted((config.plain_http | config.tls) - set(named))
+    found = await asyncio.gather(*(_registry(host, config_path) for host in (*named, *others)))
+    for number, each in enumerate(found):
+        if number >= len(named) and each.state == "fail":  # perhaps nobody needs it now
+            found[number] = dataclasses.replace(each, state="warn")
+    return found
 
 
 async def _registry(host: str, config_path: str) -> checks.Finding:
@@ -106,12 +124,16 @@ async def _registry(host: str, config_path: str) -> checks.Finding:
 @click.command()
 @click.option("--config", "config_path", default="/etc/weenv/config.toml", show_default=True, help="WeEnv's configuration.")
 @click.option("--containerd-config", default="/etc/containerd/config.toml", show_default=True, help="containerd's.")
+@click.option("--docker-config", default="/etc/docker/daemon.json", show_default=True, help="dockerd's, where there is one.")
 @click.option("--registry", "registries", multiple=True, metavar="HOST", help="Also see whether this registry answers.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
-def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...], as_json: bool) -> None:
-    """Check kernel, containerd, sockets, disk and registries; say what to mend.
+def doctor(
+    config_path: str, containerd_config: str, docker_config: str, registries: tuple[str, ...], as_json: bool
+) -> None:
+    """Check kernel, containerd, docker, sockets, disk, NRI and registries; say what to mend.
 
-    Changes nothing. Exit code 1 where something would keep images from being lazy.
+    Changes nothing. Exit code 1 where something would keep images from being lazy; what is only slower, or only keeps
+    elastic provisioning from working well, is a warning.
 
     \b
     Examples:
@@ -119,17 +141,27 @@ def doctor(config_path: str, containerd_config: str, registries: tuple[str, ...]
       weenv doctor --registry registry.example --json
     """
     from weenv.environment import runconfig
+    from weenv.plugin.nri import nriconfig
     from weenv.plugin.snapshotter.blobfs import config as blobfs_config
     from weenv.plugin.snapshotter.config import load
 
-    config, run = load(config_path), runconfig.load(config_path).run
-    sockets = blobfs_config.load(config_path)
-    findings = [*checks.kernel(), _plane(config.plane, config.root), _blobs(config.blobs, sockets.status_socket)]
+    config, run, blobfs = load(config_path), runconfig.load(config_path).run, blobfs_config.load(config_path)
+    findings = [*checks.kernel()]
+    if (resend := nodechecks.resend(os.uname().release)) is not None:
+        findings.append(resend)
+    findings.append(_plane(config.plane, config.root))
+    findings += nodechecks.settings(config.root, config.blobs, blobfs.root, blobfs.mountpoint)
+    findings += _blobs(config.blobs, blobfs.status_socket)
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
-    findings += asyncio.run(_running(run.address, run.snapshotter, config.socket))
-    findings += [*_containerd(containerd_config, config.socket), checks.disk(config.root)]
-    findings += [asyncio.run(_registry(host, config_path)) for host in registries]
+    running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket))
+    written, text = _containerd(containerd_config, config.socket, run.snapshotter)
+    findings += [*running, *written, *nodechecks.docker(docker_config, run.address, run.snapshotter)]
+    findings += [checks.disk(config.root), *nodechecks.disk_abilities(config.root)]
+    findings += asyncio.run(_registries(registries, config_path))
+    findings += nodechecks.control_groups()
+    if version:
+        findings += nodechecks.nri(text, version, nriconfig.from_tables(read_tables(config_path)).socket)
     if as_json:
         render.print_json([{"name": f.name, "state": f.state, "seen": f.seen, "remedy": f.remedy} for f in findings])
     else:

@@ -25,6 +25,7 @@ def serve(path: Path, answer: dict[str, Any]) -> threading.Thread:
     """Answer one client as blobfs does."""
     server = socket.socket(socket.AF_UNIX)
     server.bind(str(path))
+    path.chmod(0o600)
     server.listen(1)
 
     def run() -> None:
@@ -60,7 +61,7 @@ def test_doctor_tells_of_them(
     blobs = str(tmp_path / "blobs")
     monkeypatch.setattr(mounts, "mounts_below", lambda _path: {blobs: None})
     thread = serve(tmp_path / "s", answer)
-    found = doctor._blobs(blobs, str(tmp_path / "s"))
+    found = doctor._blobs(blobs, str(tmp_path / "s"))[0]
     thread.join(10)
     assert found.state == state
     assert seen in found.seen

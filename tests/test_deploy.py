@@ -18,6 +18,7 @@ from weenv.plugin.nri import nriconfig, serveconfig
 from weenv.plugin.snapshotter.blobfs.config import from_table as blobfs_config
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.config import from_tables as snapshotter_config
+from weenv.systemd.install import containerd
 
 DEPLOY = Path(__file__).resolve().parents[1] / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))
@@ -126,5 +127,18 @@ def test_drop_ins_name_the_default_paths(name: str) -> None:
         assert "plugins" not in parsed, "there, a plugin's section in a second file replaces the first one's"
         merged = (DEPLOY / "containerd" / "cri-1.7.toml").read_text()
         text += merged
+    assert proxy["capabilities"] == ["remap-ids"], "with rebase, 2.2 and newer unpack in parallel and lose lazy layers"
     states = {finding.state for finding in checks.containerd_config(text, config.socket)}
     assert states == {"ok"}
+
+
+@pytest.mark.parametrize(("name", "line"), [("weenv-1.7.toml", 1), ("weenv-2.toml", 2)])
+def test_drop_ins_say_what_weenv_install_writes(name: str, line: int) -> None:
+    config = SnapshotterConfig()
+    wanted = containerd.Wanted(config.socket, config.root, line, cri=True)
+    written = containerd.configure(containerd.Reader(lambda _: None, lambda _: []), containerd.MAIN, wanted)
+    ours, theirs = tomllib.loads((DEPLOY / "containerd" / name).read_text()), tomllib.loads(written.text)
+    assert ours["proxy_plugins"] == theirs["proxy_plugins"]
+    if line > 1:
+        listed = [table["plugins"][containerd.TRANSFER]["unpack_config"] for table in (ours, theirs)]
+        assert sorted(one["snapshotter"] for one in listed[0]) == sorted(one["snapshotter"] for one in listed[1])

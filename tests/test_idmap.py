@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,22 +49,6 @@ def test_any_text_is_a_mapping_or_refused(text: str) -> None:
         return
     assert ",".join(":".join(map(str, extent)) for extent in mapping.uids).count(",") == text.count(",")
     assert all(length > 0 and outside + length <= LAST + 1 for _, outside, length in mapping.uids)
-
-
-@pytest.mark.root
-def test_the_kernel_takes_the_mapping() -> None:
-    before = len(os.listdir("/proc/self/fd"))
-    mapping = IdMapping.parse("0:100000:1000,1000:0:1", "0:200000:65536")
-    with idmap.user_namespace(mapping) as namespace:
-        assert os.readlink(f"/proc/self/fd/{namespace}").startswith("user:[")
-    assert len(os.listdir("/proc/self/fd")) == before
-
-
-@pytest.mark.root
-def test_a_mapping_that_the_kernel_refuses_is_said_so() -> None:
-    overlapping = IdMapping.parse("0:100000:10,5:200000:10", "0:1:1")
-    with pytest.raises(MountError, match="refuses the id mapping"), idmap.user_namespace(overlapping):
-        pass
 
 
 def test_a_node_without_the_helper_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ import os
 import shutil
 import sqlite3
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -162,7 +162,8 @@ class Snapshotter:
         self._measuring: SingleFlight[int, Usage] = SingleFlight()
         self._walkers = ThreadPoolExecutor(2, thread_name_prefix="walk")
         self._mapped = MappedLowers(root)
-        self._mapper = ThreadPoolExecutor(1, thread_name_prefix="idmap")  # one: mounting and unmounting keep their order
+        self._mapper = ThreadPoolExecutor(1, thread_name_prefix="idmap")  # one: who asks twice for a snapshot waits for himself
+        self._mapping_now: Counter[int] = Counter()
         self._cleaning = asyncio.Lock()
         self.on_remove: Callable[[], None] = lambda: None
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
@@ -269,8 +270,11 @@ class Snapshotter:
     async def _map(self, number: int, lower: _Lower, mapping: IdMapping) -> None:
         """Have the directories below a snapshot mounted with mapped ids. Raises MountError, UnavailableError."""
         loop = asyncio.get_running_loop()
+        mounting = loop.run_in_executor(self._mapper, self._mapped.attach, number, lower.paths, mapping)
+        self._mapping_now[number] += 1
+        mounting.add_done_callback(lambda _: self._mapping_now.subtract((number,)))
         try:
-            await loop.run_in_executor(self._mapper, self._mapped.attach, number, lower.paths, mapping)
+            await asyncio.shield(mounting)  # a thread goes on anyhow; what it mounts for nobody is trash
         except OSError as error:
             raise UnavailableError(f"ids of the layers below cannot be mapped: {error}") from error
 
@@ -549,10 +553,11 @@ class Snapshotter:
     async def cleanup(self) -> None:
         """Delete what removed snapshots left: directories, then layers that nobody uses."""
         async with self._cleaning:
-            ids = self.store.trash()
+            self._mapping_now = +self._mapping_now
+            ids = [number for number in self.store.trash() if number not in self._mapping_now]
             if ids:
                 paths = [f"{self.directory}/{number}" for number in ids]
-                await asyncio.get_running_loop().run_in_executor(self._mapper, self._mapped.detach, ids)
+                await asyncio.get_running_loop().run_in_executor(self._walkers, self._mapped.detach, ids)
                 await asyncio.get_running_loop().run_in_executor(self._walkers, disk.delete_trees, paths)
                 self.store.forget_trash(ids)
             await self.layers.sweep()

@@ -78,7 +78,8 @@ def _check_reach(tree: Tree, program: str) -> None:
     for path in (program, interpreter, tree.resolve(interpreter)):
         while path != "/":
             path = os.path.dirname(path)
-            if not os.stat(tree.host(path)).st_mode & 0o001:
+            place = tree.host(path)
+            if os.path.isdir(place) and not os.stat(place).st_mode & 0o001:
                 raise ConfigError(
                     f"the gateway does not run as root, and {path} lets nobody else pass to {program}",
                     hint="install weenv elsewhere, such as in /opt/weenv, or leave --with gateway out",

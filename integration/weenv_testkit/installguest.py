@@ -1,8 +1,8 @@
 """A node from ``weenv install`` to ``weenv uninstall``, under a real systemd: run in a guest of :mod:`weenv_testkit.kernels`.
 
-``python -m weenv_testkit.installguest STORAGE ADDRESS IMAGE`` with the storage of a docker-registry, the address that it had,
-and the reference of ``Store.lazy("pair")`` in it. Each check is one line of the output; the first that fails ends it with a
-traceback.
+``python -m weenv_testkit.installguest STORAGE ADDRESS IMAGE [more]`` with the storage of a docker-registry, the address that
+it had, and the reference of ``Store.lazy("pair")`` in it. Each check is one line of the output; the first that fails ends it
+with a traceback.
 """
 
 from __future__ import annotations
@@ -26,9 +26,18 @@ from weenv_testkit.procs import processes_of, run, wait_until
 from weenv_testkit.registry import Registry
 
 LINE = "2.1"
+PACKAGES = ("systemd", "dbus", "kmod", "python3")
+"""What the system of the guest consists of."""
+SUITES = ("trixie", "bookworm", "sid")
+"""With a systemd that keeps descriptors over a stop, one that does not yet, and the newest."""
 UNITS = "/usr/local/lib/systemd/system"
 DAEMONS = ("blobfs", "snapshotter", "elastic", "gateway")
 _BEGIN = time.monotonic()
+
+
+def usable(suite: str) -> bool:
+    """Whether this interpreter runs in a system of that suite: it is not the system's own of another one."""
+    return not os.path.realpath(sys.executable).startswith("/usr/bin/") or tools.sources()["codename"] == suite
 
 
 def say(text: str) -> None:
@@ -46,7 +55,8 @@ def weenv(*arguments: str, status: int = 0) -> str:
 
 def journal() -> str:
     """What systemd and the daemons have said."""
-    return run("journalctl", "--no-pager", "--output=cat", "--unit=weenv*", "--unit=containerd", "--lines=150", check=False)
+    argv = ("journalctl", "--no-pager", "--output=cat", "--unit=weenv*", "--unit=containerd", "--lines=250")
+    return "\n".join(line for line in run(*argv, check=False).splitlines() if "level=info" not in line)
 
 
 def show(unit: str, name: str) -> str:
@@ -201,6 +211,9 @@ def survives(name: str, registry: Registry) -> None:
     Reader(name, 3).ends_well()
     say("restarted: everything, as an upgrade does")
 
+
+def hangs(name: str) -> None:
+    """Daemons that do not say anything any more are replaced."""
     before = {daemon: pid(daemon) for daemon in DAEMONS}
     for one in before.values():
         os.kill(one, signal.SIGSTOP)
@@ -218,7 +231,28 @@ def quick_watchdog() -> None:
             file.write("[Service]\nWatchdogSec=3\nTimeoutAbortSec=1\n")
 
 
-def main(storage: str, address: str, image: str) -> None:
+def again(image: str) -> None:
+    """Installed anew, everything goes on from where it was; purged, nothing is left."""
+    run("systemctl", "stop", "containerd")
+    weenv("install", "--no-start")
+    assert not active("snapshotter")
+    run("systemctl", "start", "multi-user.target", "containerd")
+    wait_until("all that is wanted at boot", lambda: active("snapshotter") and active("blobfs"), 60)
+    started = [int(show(unit, "ActiveEnterTimestampMonotonic")) for unit in ("weenv-snapshotter.service", "containerd.service")]
+    assert started == sorted(started), "containerd finds its snapshotter"
+    with container(image) as name:
+        Reader(name, 0).ends_well()
+        mapped = ("--uidmap", "0:100000:65536", "--gidmap", "0:100000:65536", "--remap-labels")
+        owner = ctr("run", "--rm", "--snapshotter", "weenv", *mapped, image, "c2", "stat", "-c", "%u %g", "/data/0")
+        assert owner.split() == ["0", "0"], owner
+        say("a container in a user namespace has its files")
+    ctr("images", "rm", "--sync", image)
+    weenv("uninstall", "--purge")
+    assert not os.listdir("/var/lib/weenv") and not os.path.exists("/run/weenv")
+    say("installed again at boot, and purged")
+
+
+def main(storage: str, address: str, image: str, *more: str) -> None:
     """All of it."""
     prepare()
     quick_watchdog()
@@ -228,22 +262,26 @@ def main(storage: str, address: str, image: str) -> None:
         installed()
         with container(image) as name:
             survives(name, registry)
+            if more:
+                hangs(name)
             refused = weenv("uninstall", status=1)
             assert "1 container" in refused and active("snapshotter"), refused
             Reader(name, 5).ends_well()
             say("uninstall is refused while a container runs")
         weenv("uninstall")
-    after = files()
-    changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
-    users = {"/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/.pwd.lock"}
-    assert changed <= users | {f"{path}-" for path in users}, changed
-    assert not os.path.exists("/run/weenv") and not mounts_below("/var/lib/weenv") and not mounts_below("/run/weenv")
-    assert "weenv-" not in run("systemctl", "list-units", "--all", "--plain", "--no-legend", "weenv-[!k]*")
-    left = [line for word in (" serve", "holder", "nursery") for line in processes_of(word).values() if "registry" not in line]
-    assert not left, left
-    assert os.path.exists("/var/lib/weenv/metastore.db"), "layers and snapshots stay"
-    assert "overlayfs" in ctr("plugins", "ls") and " weenv " not in ctr("plugins", "ls")
-    say("uninstalled: everything is as it was before, but for the user and the layers")
+        after = files()
+        changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
+        users = {"/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/.pwd.lock"}
+        assert changed <= users | {f"{path}-" for path in users}, changed
+        assert not os.path.exists("/run/weenv") and not mounts_below("/var/lib/weenv") and not mounts_below("/run/weenv")
+        assert "weenv-" not in run("systemctl", "list-units", "--all", "--plain", "--no-legend", "weenv-[!k]*")
+        left = {line for word in (" serve", "holder", "nursery") for line in processes_of(word).values()}
+        assert all("registry" in line for line in left), left
+        assert os.path.exists("/var/lib/weenv/metastore.db"), "layers and snapshots stay"
+        assert "overlayfs" in ctr("plugins", "ls") and " weenv " not in ctr("plugins", "ls")
+        say("uninstalled: everything is as it was before, but for the user and the layers")
+        if more:
+            again(image)
 
 
 if __name__ == "__main__":

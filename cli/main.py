@@ -84,7 +84,7 @@ _EPILOG = """\b
 Examples:
   weenv convert registry.example/team/env:1 registry.example/team/env:1-lazy
   weenv layer inspect layer.tar.zst
-  weenv snapshotter serve --config /etc/weenv/config.toml
+  weenv install --dry-run
   weenv doctor
 """
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import socket
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import grpc
 import pytest
@@ -116,6 +118,26 @@ def test_whoever_calls_a_killed_snapshotter_waits_and_none_is_refused(node: Serv
     assert not thread.is_alive()
     assert len(failures) <= 4, failures
     assert not any("refused" in text for text in failures), failures
+
+
+def test_containerd_waits_for_a_snapshotter_that_takes_long_to_come_back(node: ServedNode, store: Store) -> None:
+    """It gives a connection up after a second on which no server has said a word, and fails all requests for another one."""
+    ref = store.lazy("solo")
+    namespace = node.pull(ref)
+    lock = os.open(f"{node.root}/lock", os.O_RDWR)
+    try:
+        pid = node.kill_daemon("snapshotter")
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the next one waits for it, as if its predecessor were still ending
+        node.successor("snapshotter", pid)
+        with ThreadPoolExecutor(4) as threads:
+            asked = [threads.submit(node.shell, ref, "exit 0", namespace) for _ in range(4)]
+            assert not wait(asked, 5).done
+            fcntl.flock(lock, fcntl.LOCK_UN)
+            assert [ran.result(60) for ran in asked] == [""] * 4
+    finally:
+        os.close(lock)
+    node.remove_image(ref, namespace)
+    node.containerd.collect()
 
 
 def test_blobfs_and_its_holder_killed_together_lose_no_read(node: ServedNode, fresh: Reader, expected: str) -> None:

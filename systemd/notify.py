@@ -6,16 +6,17 @@ the daemons that it starts, so they do not know who started them. Without the va
 
 What our daemons look for among the inherited descriptors (``FileDescriptorName=`` of a socket unit; names of the fd store):
 
-==============  ==============================================================================================
-name            what
-==============  ==============================================================================================
-``snapshotter``  listening stream socket on which ``weenv snapshotter serve`` answers containerd
-``blobfs``       listening stream socket on which ``weenv blobfs serve`` tells its status
-``elastic``      listening stream socket on which ``weenv elastic serve`` is asked for room
-``gateway``      listening stream socket, TCP or unix, of ``weenv gateway serve``
-``fuse``         (fd store) the ``/dev/fuse`` descriptor of blobfs's mount
-``nodes``        (fd store) a memfd with what else the next blobfs has to know of that mount
-==============  ==============================================================================================
+=======================  ======================================================================================
+name                     what
+=======================  ======================================================================================
+``snapshotter``          listening stream socket on which ``weenv snapshotter serve`` answers containerd
+``snapshotter-waiting``  (``weenv serve`` only) brings connections that were accepted while there was no snapshotter
+``blobfs``               listening stream socket on which ``weenv blobfs serve`` tells its status
+``elastic``              listening stream socket on which ``weenv elastic serve`` is asked for room
+``gateway``              listening stream socket, TCP or unix, of ``weenv gateway serve``
+``fuse``                 (fd store) the ``/dev/fuse`` descriptor of blobfs's mount
+``nodes``                (fd store) a memfd with what else the next blobfs has to know of that mount
+=======================  ======================================================================================
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``weenv serve``: the small process above the two daemons; it keeps what must not end with one of them.
 
 - The listening sockets of both. A daemon that is killed, or replaced by a newer version, refuses nobody: whoever connects
-  meanwhile waits until the next one accepts.
+  meanwhile waits until the next one accepts. containerd gives a connection up on which the server has said nothing for a
+  second (grpc-go), so while there is no snapshotter it is greeted here, and its connection given to the next one.
 - A second copy of the mount's descriptors (blobfs's holder has the first), so that even blobfs and its holder may die together.
 - The daemons themselves: what ends is started again, at once, or later and later (:func:`pause`) if it does not come up.
 
@@ -49,6 +50,10 @@ _STEADY: Final = 1.0
 _LONGEST: Final = 5.0
 """Seconds between attempts, at most."""
 _KEPT_MAX: Final = 16
+_WAITING_MAX: Final = 128
+"""Connections greeted and not given to a daemon yet; further ones wait to be accepted."""
+_HTTP2_SETTINGS: Final = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""An empty SETTINGS frame, with which an HTTP/2 server begins (RFC 9113, 3.4); more of them may follow at any time."""
 _PR_SET_PDEATHSIG: Final = 1
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred, unix(7)
 
@@ -62,12 +67,20 @@ def pause(failures: int) -> float:
 
 @dataclass(slots=True)
 class Child:
-    """A daemon. ``listener`` and ``kept`` are passed to each of its processes, ``listener`` under the daemon's name."""
+    """A daemon. ``listener`` and ``kept`` are passed to each of its processes, ``listener`` under the daemon's name.
+
+    With a ``greeting``, who connects while no process is ready is told that, and waits: the connection is sent, once one is
+    ready, over a socket pair (SOCK_SEQPACKET, one descriptor a packet) that the process has as ``<name>-waiting``.
+    """
 
     name: str
     argv: list[str]
     listener: socket.socket | None = None
     kept: dict[str, int] = field(default_factory=dict)
+    greeting: bytes = b""
+    waiting: list[socket.socket] = field(default_factory=list)
+    channel: socket.socket | None = None
+    """Our end of the socket pair."""
     due: float | None = None
     """``time.monotonic()`` of its next start; None: it runs, or waits for the one before it."""
     pid: int = 0
@@ -87,6 +100,7 @@ class Supervisor:
         self._poll = select.poll()
         self._by_handle: dict[int, Child] = {}
         self._by_pid: dict[int, Child] = {}
+        self._by_listener: dict[int, Child] = {}
         self._pid = os.getpid()
         self._served = False
         self._stop_at: float | None = None
@@ -105,6 +119,8 @@ class Supervisor:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._poll.register(inbox, select.POLLIN)
         self._poll.register(woken, select.POLLIN)
+        for child in self.children:
+            self._greet_from_now_on(child)
         self.children[0].due = time.monotonic()
         try:
             while self._stop_at is None or self._by_pid:
@@ -115,6 +131,8 @@ class Supervisor:
                             self._signal(byte)
                     elif fd == inbox.fileno():
                         self._messages(inbox)
+                    elif fd in self._by_listener:
+                        self._greet(self._by_listener[fd])
                     elif fd in self._by_handle:
                         self._messages(inbox)  # what it said before it ended
                         self._ended(self._by_handle[fd])
@@ -151,12 +169,18 @@ class Supervisor:
     def _spawn(self, child: Child) -> None:
         passed = {child.name: child.listener.fileno()} if child.listener is not None else {}
         passed |= child.kept
+        theirs = None
+        if child.greeting:
+            child.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+            passed[f"{child.name}-waiting"] = theirs.fileno()
         pid = os.fork()
         if pid == 0:
             try:
                 self._become(child, passed)
             finally:
                 os._exit(127)
+        if theirs is not None:
+            theirs.close()
         child.pid, child.handle = pid, os.pidfd_open(pid)
         child.ready_at, child.asked = None, False
         self._by_pid[pid] = self._by_handle[child.handle] = child
@@ -181,6 +205,41 @@ class Supervisor:
         }
         _oom_score(self._score)
         os.execve(child.argv[0], child.argv, environment)  # noqa: S606
+
+    # -- those who wait ------------------------------------------------------------------------------------------------
+
+    def _greet_from_now_on(self, child: Child) -> None:
+        """No process of the daemon is ready."""
+        if child.greeting and child.listener is not None:
+            child.listener.setblocking(False)
+            self._by_listener[child.listener.fileno()] = child
+            self._poll.register(child.listener, select.POLLIN)
+
+    def _greet(self, child: Child) -> None:
+        assert child.listener is not None
+        try:
+            connection, _ = child.listener.accept()
+            child.waiting.append(connection)
+            connection.setblocking(False)
+            connection.send(child.greeting)
+        except OSError:
+            return  # it is gone again, or a process took it
+        if len(child.waiting) >= _WAITING_MAX:
+            self._greet_no_more(child)
+
+    def _greet_no_more(self, child: Child) -> None:
+        if child.listener is not None and self._by_listener.pop(child.listener.fileno(), None) is not None:
+            self._poll.unregister(child.listener)
+
+    def _hand_over(self, child: Child) -> None:
+        """Give those who wait to the process that is ready."""
+        self._greet_no_more(child)
+        for connection in child.waiting:
+            if child.channel is not None:
+                with contextlib.suppress(OSError):  # it is dead again: the caller is told so, as of any connection
+                    socket.send_fds(child.channel, [b"c"], [connection.fileno()])
+            connection.close()
+        child.waiting.clear()
 
     # -- what is heard ------------------------------------------------------------------------------------------------
 
@@ -210,7 +269,10 @@ class Supervisor:
         """Act on one message; returns the descriptors of it that are not kept."""
         if said.get("READY") == "1" and child.ready_at is None:
             child.ready_at = time.monotonic()
+            self._hand_over(child)
             self._ready()
+        if said.get("STOPPING") == "1":
+            self._greet_from_now_on(child)
         name = said.get("FDNAME", "stored")
         if said.get("FDSTOREREMOVE") == "1" and name in child.kept:
             os.close(child.kept.pop(name))
@@ -264,12 +326,17 @@ class Supervisor:
         now = time.monotonic()
         steady = child.ready_at is not None and now - child.ready_at >= _STEADY
         child.pid, child.handle = 0, -1
+        if child.channel is not None:
+            child.channel.close()
+            child.channel = None
         if self._stop_at is not None:
             return
         if not self._served and child.ready_at is None and code in (1, 2):  # it has said why
             self._status = code
             self._stop()
             return
+        if child.ready_at is not None:
+            self._greet_from_now_on(child)
         child.ready_at = None
         child.failures = 0 if steady or child.asked else child.failures + 1
         delay = pause(child.failures)
@@ -322,6 +389,7 @@ def serve(config: str, level: str, style: str, sockets: dict[str, str]) -> int:
                     "--config", config, "--log-level", level, "--log-format", style,
                 ],
                 _listener(sockets[name], passed.pop(name, ())) if name in sockets else None,
+                greeting=_HTTP2_SETTINGS if name == "snapshotter" else b"",
             )
             for name in ("blobfs", "snapshotter")
         ]  # fmt: skip

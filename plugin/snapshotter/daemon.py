@@ -87,7 +87,10 @@ async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None =
 
     Raises :class:`~weenv.core.errors.ConfigError`, :class:`~weenv.core.errors.StorageError`.
     """
-    inherited = notify.take_socket("snapshotter")
+    passed = notify.inherited()
+    inherited = notify.listening_socket(passed.pop("snapshotter", ()))
+    waiting = next(iter(passed.pop("snapshotter-waiting", ())), None)
+    notify.close_all(passed)
     with only_instance(config.root, "snapshotter", patience=notify.patience()):
         metrics = Metrics()
         async with contextlib.AsyncExitStack() as stack:
@@ -105,7 +108,7 @@ async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None =
             if config.metrics_address:
                 stack.callback(MetricsEndpoint(metrics, config.metrics_address).close)
             server = make_server(core, metrics, config.transport)
-            listen(server, config.socket, inherited)
+            listen(server, config.socket, inherited, waiting)
             await server.start()
             stack.push_async_callback(server.stop, _STOP_GRACE)
             sweeper.poke()

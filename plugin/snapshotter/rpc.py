@@ -291,6 +291,7 @@ class BuiltinServer:
         self._http = Http2Server(table, quick)
         self.path = ""
         self.inherited: socket.socket | None = None
+        self.waiting: int | None = None
 
     async def start(self) -> None:
         """Listen at ``path``, or on what another process listened on before."""
@@ -298,6 +299,8 @@ class BuiltinServer:
             await self._http.start(self.path, self.inherited)
         except OSError as error:
             raise errors.ConfigError(f"cannot listen on {self.path}: {error.strerror}") from error
+        if self.waiting is not None:
+            self._http.adopt(socket.socket(fileno=self.waiting))
 
     async def stop(self, grace: float | None) -> None:
         """See Http2Server."""
@@ -335,9 +338,10 @@ def _serialise(message: Any) -> bytes:
     return data
 
 
-def listen(server: Server, path: str, inherited: socket.socket | None = None) -> None:
+def listen(server: Server, path: str, inherited: socket.socket | None = None, waiting: int | None = None) -> None:
     """Have the server listen on the ``inherited`` socket, or bind one of mode 0600 to ``path``, replacing a dead one there.
 
+    ``waiting`` is a descriptor over which more connections may come (:meth:`Http2Server.adopt`).
     The caller holds the lock that makes it the only instance. Raises :class:`~weenv.core.errors.ConfigError`.
     """
     if inherited is not None:
@@ -346,7 +350,7 @@ def listen(server: Server, path: str, inherited: socket.socket | None = None) ->
                 "grpcio cannot take over a socket that another process listens on",
                 hint='set [snapshotter] transport = "builtin"; or start the daemon without a socket unit',
             )
-        server.inherited = inherited
+        server.inherited, server.waiting = inherited, waiting
         return
     clear_path(path)
     if isinstance(server, BuiltinServer):

@@ -154,6 +154,8 @@ class Http2Server:
         self.quick = dict(quick or {})
         self.protocols: set[_Protocol] = set()
         self._server: asyncio.Server | None = None
+        self._channel: socket.socket | None = None
+        self._adopting: set[asyncio.Task[None]] = set()
         self._queue: deque[tuple[_Protocol, Request]] = deque()
 
     def submit(self, protocol: _Protocol, request: Request) -> None:
@@ -199,8 +201,48 @@ class Http2Server:
         loop = asyncio.get_running_loop()
         self._server = await loop.create_unix_server(lambda: _Protocol(self), sock=listener, backlog=128, **options)
 
+    def adopt(self, channel: socket.socket) -> None:
+        """Serve connections that somebody else has accepted, and sends over ``channel`` (SCM_RIGHTS), as well.
+
+        That server has sent a SETTINGS frame, and has read nothing.
+        """
+        channel.setblocking(False)
+        self._channel = channel
+        asyncio.get_running_loop().add_reader(channel, self._adopt)
+
+    def _adopt(self) -> None:
+        assert self._channel is not None
+        loop = asyncio.get_running_loop()
+        try:
+            packet, fds, _, _ = socket.recv_fds(self._channel, 16, 4)
+        except BlockingIOError:
+            return
+        except OSError:
+            packet, fds = b"", []
+        if not packet:
+            self._close_channel()
+        for fd in fds:
+            task = loop.create_task(self._serve_accepted(socket.socket(fileno=fd)), name="adopt a connection")
+            self._adopting.add(task)
+            task.add_done_callback(self._adopting.discard)
+
+    async def _serve_accepted(self, connection: socket.socket) -> None:
+        try:
+            connection.setblocking(False)
+            await asyncio.get_running_loop().connect_accepted_socket(lambda: _Protocol(self), connection)
+        except OSError as error:
+            log.debug("a connection that waited is gone: %s", error)
+            connection.close()
+
+    def _close_channel(self) -> None:
+        if self._channel is not None:
+            asyncio.get_running_loop().remove_reader(self._channel)
+            self._channel.close()
+            self._channel = None
+
     async def stop(self, grace: float | None = None) -> None:
         """Take no more requests, give those that run ``grace`` seconds, then cancel them and close."""
+        self._close_channel()
         if self._server is not None:
             self._server.close()
         while self._queue:

@@ -133,7 +133,7 @@ def config_of(path: str, disable: bool | None = None) -> str:
     [
         ("1.7.24~ds1", None, "skip"), ("v2.1.9", None, "ok"), ("2.1.9", True, "skip"), ("1.7.24", False, "ok"),
         ("", None, "skip"),
-    ],  # fmt: skip
+    ],
 )
 def test_nri_is_on_by_version_and_setting(tmp_path: Path, version: str, disable: bool | None, state: str) -> None:
     path = f"{tmp_path}/nri.sock"

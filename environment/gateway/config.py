@@ -61,7 +61,7 @@ class GatewayConfig:
     tls_key: str = ""
     """PEM file with its key."""
     metrics_address: str = ""
-    """Loopback ``HOST:PORT`` for Prometheus; empty: none."""
+    """Loopback ``HOST:PORT`` or ``unix:/path`` for Prometheus; empty: none."""
 
     def __post_init__(self) -> None:
         parse_address(self.address)

@@ -33,10 +33,11 @@ class ServeConfig:
     list_every: float = 30.0
     """Between two listings of containerd's tasks, which repair what a missed event has left wrong."""
     cri_updates: str = "tasks"
-    """How limits of CRI's containers are changed: `tasks` (containerd's Tasks.Update, fast) or `cri` (UpdateContainerResources,
-    slower; the kubelet's view of the container then has them too)."""
+    """How limits of CRI's containers are changed: `tasks` (containerd's Tasks.Update, fast), `cri` (UpdateContainerResources,
+    slower; the kubelet's view of the container then has them too) or `nri` (UpdateContainers where the runtime's NRI is
+    v0.12.2 or newer, which older ones may stop CRI for good on; there it is `tasks`)."""
     metrics_address: str = ""
-    """Loopback `HOST:PORT` for Prometheus; empty: none."""
+    """Loopback `HOST:PORT` or `unix:/path` for Prometheus; empty: none."""
     log_bytes: int = 64 << 20
     """Size at which the event stream and the decision log are each begun anew; one older file of each is kept."""
 
@@ -48,8 +49,8 @@ class ServeConfig:
             raise ConfigError(f"elastic.serve.address must be an absolute path, not {self.address!r}")
         if len(os.fsencode(self.socket)) > 107:
             raise ConfigError("elastic.serve.socket must have at most 107 bytes", hint="the kernel takes no longer path")
-        if self.cri_updates not in ("tasks", "cri"):
-            raise ConfigError(f"elastic.serve.cri_updates must be tasks or cri, not {self.cri_updates!r}")
+        if self.cri_updates not in ("tasks", "cri", "nri"):
+            raise ConfigError(f"elastic.serve.cri_updates must be tasks, cri or nri, not {self.cri_updates!r}")
         for name, low, high in (("list_every", 0.1, 86400.0), ("log_bytes", 1 << 16, 1 << 40)):
             if not low <= getattr(self, name) <= high:
                 raise ConfigError(f"elastic.serve.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")

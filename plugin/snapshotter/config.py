@@ -58,7 +58,7 @@ class SnapshotterConfig:
     mount_options: tuple[str, ...] = ()
     """Further options for every overlay mount, such as ``volatile``."""
     metrics_address: str = ""
-    """Loopback ``HOST:PORT`` for Prometheus; empty: none."""
+    """Loopback ``HOST:PORT`` or ``unix:/path`` for Prometheus; empty: none."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
 
     def __post_init__(self) -> None:

@@ -89,8 +89,17 @@ class Tallies:
     def rows(self) -> list[tuple[str, Tally]]:
         """Label and tally of each: the first 12 digits of its digest, or :data:`OTHER`."""
         with self._lock:
-            rows = [(digest.partition(":")[2][:12], tally) for digest, tally in self._known.items()]
-        return [*rows, (OTHER, self.rest)]
+            known = list(self._known.items())
+        rows: dict[str, Tally] = {}
+        for digest, tally in known:
+            label = digest.partition(":")[2][:12]
+            if label in rows:  # somebody took the trouble: two series of one name would spoil all of a scrape
+                both = Tally()
+                both.add(rows[label])
+                both.add(tally)
+                tally = both
+            rows[label] = tally
+        return [*rows.items(), (OTHER, self.rest)]
 
 
 class Latencies:

@@ -19,6 +19,8 @@ from weenv.cli import render
 from weenv.core import settings as core_settings
 from weenv.core.errors import ConfigError, MountError
 from weenv.core.rights import AS_ROOT
+from weenv.plugin.snapshotter.blobfs import config as blobfs_config
+from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
 from weenv.systemd.install import containerd, docker, files, record, steps
 from weenv.systemd.install.manager import Manager, booted
 from weenv.systemd.install.tree import Tree
@@ -91,20 +93,19 @@ def _settings(tree: Tree, program: str, config: str, chosen: frozenset[str]) -> 
     from weenv.environment.gateway import config as gateway
     from weenv.plugin.nri import serveconfig
     from weenv.plugin.snapshotter import config as snapshotter
-    from weenv.plugin.snapshotter.blobfs import config as blobfs
 
     tables: dict[str, Any] = {}
     if tree.read(config) is not None:
         tables = core_settings.read_tables(tree.host(config))
     elif config != files.CONFIG:
         raise ConfigError(f"--config: there is no file {config}", hint="write it first")
-    lazy, bytes_ = snapshotter.from_tables(tables), blobfs.from_table(tables.get("blobfs", {}))
+    lazy, bytes_ = snapshotter.from_tables(tables), blobfs_config.from_table(tables.get("blobfs", {}))
     if lazy.root != bytes_.root or lazy.blobs != bytes_.mountpoint:
         hint = "blobfs.root is snapshotter.root, blobfs.mountpoint is snapshotter.blobs"
         raise ConfigError(f"{config}: the two daemons do not fit together", hint=hint)
     elastic = serveconfig.from_tables(tables)
     return files.Settings(
-        program, config, lazy.root, lazy.socket, bytes_.status_socket, elastic.socket,
+        program, config, lazy.root, lazy.socket, bytes_.status_socket, elastic.socket, elastic.root,
         gateway.from_tables(tables).address, elastic.address, chosen,
     )  # fmt: skip
 
@@ -214,6 +215,9 @@ def install(
             )
         if not no_containerd and not line:
             click.echo("there is no containerd here: run weenv install again when there is", err=True)
+        if tree.live and booted() and not no_start and not dry_run:
+            with Manager() as manager:
+                _refuse_strangers(manager, settings.root)
         run = _Install(tree, known, settings, plan, upgrade=bool(known.version) and known.version != __version__)
         if dry_run:
             run.show()
@@ -314,7 +318,6 @@ class _Install:
             self.say(f"enabled {', '.join(units)}")
         if not start:
             return
-        self._refuse_strangers(manager)
         for unit in units:
             running = manager.state(unit) == "active"
             if running and unit.endswith(".socket") and unit in changed:
@@ -327,16 +330,6 @@ class _Install:
             elif not running:
                 manager.start(unit)
                 self.say(f"started {unit}")
-
-    def _refuse_strangers(self, manager: Manager) -> None:
-        """Daemons that somebody started by hand keep ours from starting."""
-        from weenv.plugin.snapshotter.status import collect
-
-        if manager.state("weenv-snapshotter.service") != "active" and (found := collect(self.settings.root)).running:
-            raise ConfigError(
-                f"a snapshotter that is no service serves {self.settings.root} (pid {found.pid})",
-                hint="stop it, and blobfs with it (containers go on), and run weenv install again",
-            )
 
     def _containerd(self, manager: Manager, folder: str, restart: bool) -> None:
         """Restart it, if it started before what it has to know was written: in this run, or in one that was interrupted."""
@@ -355,6 +348,17 @@ class _Install:
             return
         manager.restart(_CONTAINERD)
         self.say("restarted containerd.service (containers go on)")
+
+
+def _refuse_strangers(manager: Manager, root: str) -> None:
+    """Daemons that somebody started by hand are not ours to replace or to take mounts from."""
+    from weenv.plugin.snapshotter.status import collect
+
+    if manager.state("weenv-snapshotter.service") == "inactive" and (found := collect(root)).running:
+        raise ConfigError(
+            f"a snapshotter that is no service serves {root} (pid {found.pid})",
+            hint="end weenv serve, or both daemons (containers go on), and run this again",
+        )
 
 
 def _show(write: steps.Write) -> None:
@@ -398,6 +402,7 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
             click.echo("weenv is not installed here: nothing was changed")
             return
         settings = _settings(tree, "/usr/bin/weenv", known.options.get("config", files.CONFIG), frozenset(files.OPTIONAL))
+        lower = BlobfsConfig() if tree.read(settings.config) is None else blobfs_config.load(tree.host(settings.config))
         removal = steps.plan_removal(tree, known)
         if tree.live:
             _refuse_while_used(settings.root)
@@ -409,7 +414,8 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
             return
         if tree.live and booted():
             with Manager() as manager:
-                _stop(manager, settings)
+                _refuse_strangers(manager, settings.root)
+                _stop(manager, settings, lower)
                 steps.remove(tree, known, removal)
                 manager.reload()
                 for unit in files.unit_names(settings.daemons):
@@ -425,7 +431,7 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
         for path, reason in removal.kept.items():
             click.echo(f"left {path}: {reason}", err=True)
         if tree.live:
-            _sweep(settings)
+            _sweep(settings, lower)
         if purge:
             _purge(tree, settings)
         elif os.path.isdir(tree.host(settings.root)):
@@ -467,9 +473,8 @@ def _refuse_while_used(root: str) -> None:
         )
 
 
-def _stop(manager: Manager, settings: files.Settings) -> None:
+def _stop(manager: Manager, settings: files.Settings, lower: BlobfsConfig) -> None:
     """End the daemons and take their mounts away; where a container has come in between, start them again."""
-    from weenv.plugin.snapshotter.blobfs import config as blobfs_config
     from weenv.plugin.snapshotter.blobfs import daemon
     from weenv.plugin.snapshotter.mounts import mounts_below, unmount
 
@@ -481,7 +486,7 @@ def _stop(manager: Manager, settings: files.Settings) -> None:
         _refuse_while_used(settings.root)
         for point in sorted(mounts_below(settings.root), key=len, reverse=True):
             unmount(point)
-        daemon.stop(blobfs_config.from_table({"root": settings.root}))
+        daemon.stop(lower)
     except (MountError, ConfigError):
         for unit in running:
             manager.start(unit)
@@ -505,14 +510,11 @@ def _purge(tree: Tree, settings: files.Settings) -> None:
     tree.remove_directory(os.path.dirname(settings.config))
 
 
-def _sweep(settings: files.Settings) -> None:
+def _sweep(settings: files.Settings, lower: BlobfsConfig) -> None:
     """What ended daemons leave in /run."""
-    from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
-
-    sockets = BlobfsConfig()
-    for path in (f"{sockets.holder_socket}.lock", f"{settings.containerd}.weenv-elastic"):
+    for path in (f"{lower.holder_socket}.lock", f"{settings.containerd}.weenv-elastic"):
         with contextlib.suppress(OSError):
             os.unlink(path)
-    for path in (sockets.mountpoint, os.path.dirname(sockets.mountpoint), settings.root):
+    for path in (lower.mountpoint, os.path.dirname(lower.mountpoint), settings.root):
         with contextlib.suppress(OSError):
             os.rmdir(path)  # those that are empty

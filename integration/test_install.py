@@ -12,10 +12,12 @@ from weenv_testkit.installguest import PACKAGES, SUITES, usable
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
+SOAK = (pytest.mark.soak, pytest.mark.timeout(900))  # its system may have to be made first
+
 
 @pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
 @pytest.mark.parametrize(
-    ("suite", "more"), [(SUITES[0], ""), *(pytest.param(suite, "more", marks=pytest.mark.soak) for suite in SUITES)]
+    ("suite", "more"), [(SUITES[0], ""), *(pytest.param(suite, "more", marks=SOAK) for suite in SUITES)]
 )
 def test_a_node_from_install_to_uninstall(suite: str, more: str, store: Store, registry: Registry) -> None:
     if not usable(suite):

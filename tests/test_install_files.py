@@ -27,7 +27,7 @@ def test_the_defaults_are_those_of_the_daemons() -> None:
     lazy, lower, elastic = SnapshotterConfig(), BlobfsConfig(), from_tables({})
     assert (ALL.root, ALL.socket) == (lazy.root, lazy.socket)
     assert (ALL.status_socket, ALL.elastic_socket) == (lower.status_socket, elastic.socket)
-    assert ALL.containerd == elastic.address
+    assert (ALL.containerd, ALL.elastic_root) == (elastic.address, elastic.root)
     shipped = {item.name: item.read_text() for item in (resources("weenv.systemd") / "units").iterdir()}
     assert {name: text for name, text in texts(ALL).items() if name in shipped} == {
         name: text for name, text in shipped.items() if name.startswith("weenv-") or name in ("weenv.slice", "weenv.target")
@@ -37,7 +37,7 @@ def test_the_defaults_are_those_of_the_daemons() -> None:
 def test_paths_are_the_nodes() -> None:
     found = texts(
         Settings(
-            "/opt/w/bin/weenv", "/etc/w.toml", "/data/w", "/run/w/s", "/run/w/b", "/run/w/e", "[::1]:80",
+            "/opt/w/bin/weenv", "/etc/w.toml", "/data/w", "/run/w/s", "/run/w/b", "/run/w/e", "/data/e/x", "[::1]:80",
             "/run/k3s/containerd/containerd.sock", frozenset(OPTIONAL),
         )
     )  # fmt: skip
@@ -47,8 +47,9 @@ def test_paths_are_the_nodes() -> None:
     assert "ListenStream=/run/w/b\n" in found["weenv-blobfs.socket"]
     assert "ListenStream=/run/w/e\n" in found["weenv-elastic.socket"]
     assert "ListenStream=[::1]:80\n" in found["weenv-gateway.socket"]
-    assert "ReadWritePaths=/data/w /run/weenv -/run/k3s/containerd -/run/nri\n" in found["weenv-elastic.service"]
-    assert "d /data/w 0711 root root -\n" in found["tmpfiles.d"] and "u weenv-gateway" in found["sysusers.d"]
+    assert "ReadWritePaths=/data/e /run/weenv -/run/k3s/containerd -/run/nri\n" in found["weenv-elastic.service"]
+    assert "d /data/w 0711 root root -\n" in found["tmpfiles.d"] and "d /data/e 0711 root root -\n" in found["tmpfiles.d"]
+    assert "u weenv-gateway" in found["sysusers.d"]
     del found["config.toml"]
     assert not re.search(r"/var/lib/weenv|/usr/bin/weenv|127\.0\.0\.1", "".join(found.values()))
 

@@ -8,10 +8,17 @@ import sys
 import time
 from collections.abc import Callable
 
-from weenv_testkit import corpus, images, kernels, tasks
+from weenv_testkit import corpus, images, installguest, kernels, tasks
 from weenv_testkit.fetch_tools import SetupError
 from weenv_testkit.procs import Failed
 from weenv_testkit.store import PACKAGES
+
+
+def install_into() -> None:
+    """What test_install boots."""
+    if kernels.supported() and installguest.usable(installguest.SUITES[0]):
+        kernels.system(*installguest.PACKAGES, suite=installguest.SUITES[0])
+
 
 STEPS: dict[str, Callable[[], object]] = {
     "Debian by debootstrap": lambda: images.debian_tar(PACKAGES),
@@ -19,6 +26,7 @@ STEPS: dict[str, Callable[[], object]] = {
     "PyPI archives": corpus.pypi,
     "npm archives": corpus.npm,
     "kernels to test under": kernels.prepare,
+    "a system to install into": install_into,
     "tasks in SWE-smith's shape": lambda: tasks.load(tasks.FEW),
 }
 

@@ -68,13 +68,19 @@ class Settings:
     socket: str = "/run/weenv/snapshotter.sock"
     status_socket: str = "/run/weenv/blobfs.sock"
     elastic_socket: str = "/run/weenv/elastic.sock"
+    elastic_root: str = "/var/lib/weenv/elastic"
     gateway: str = "127.0.0.1:5050"
     containerd: str = "/run/containerd/containerd.sock"
     chosen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
-        for name in ("program", "config", "root", "socket", "status_socket", "elastic_socket", "containerd"):
+        for name in ("program", "config", "root", "socket", "status_socket", "elastic_socket", "elastic_root", "containerd"):
             _check(getattr(self, name))
+
+    @property
+    def elastic_place(self) -> str:
+        """The directory in which the elastic daemon makes its own: systemd gives it no other to write to."""
+        return self.elastic_root.rstrip("/").rpartition("/")[0] or self.elastic_root
 
     @property
     def daemons(self) -> tuple[str, ...]:
@@ -106,7 +112,10 @@ def unit_names(daemons: Iterable[str]) -> list[str]:
 def items(settings: Settings) -> list[Item]:
     """All files but the record and containerd's. Raises ConfigError for settings that no unit can express."""
     found = [_unit(name, settings) for name in ("weenv.slice", *unit_names(settings.daemons))]
-    found.append(Item(TMPFILES, _fit("weenv.tmpfiles", settings).encode()))
+    directories = _fit("weenv.tmpfiles", settings)
+    if "elastic" in settings.chosen and settings.elastic_place != settings.root:
+        directories += f"d {settings.elastic_place} 0711 root root -\n"
+    found.append(Item(TMPFILES, directories.encode()))
     if "gateway" in settings.chosen:
         found.append(Item(SYSUSERS, _fit("weenv.sysusers", settings).encode()))
     found.append(Item(CONFIG, FIRST_CONFIG.encode(), keep=True))
@@ -139,7 +148,7 @@ def _fit(name: str, settings: Settings) -> str:
         "/run/weenv/blobfs.sock": settings.status_socket,
         "/run/weenv/elastic.sock": settings.elastic_socket,
         "/run/containerd": settings.containerd.rpartition("/")[0] or "/",
-        "/var/lib/weenv": settings.root,
+        "/var/lib/weenv": settings.elastic_place if name == "weenv-elastic.service" else settings.root,
     }
     if name == "weenv-gateway.socket":
         places["127.0.0.1:5050"] = _listen(settings.gateway)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from weenv.environment.runconfig import NodeConfig
     from weenv.plugin.containerd.client import Namespaced
 
+S = TypeVar("S")
 T = TypeVar("T")
 
 
@@ -49,6 +50,17 @@ def _with(
             return await use(client.namespace(node.run.namespace), node)
 
     return asyncio.run(run())
+
+
+async def _each(
+    items: Iterable[S], work: Callable[[S], Awaitable[T]], failures: list[WeenvError]
+) -> AsyncIterator[T]:  # fmt: skip
+    """What ``work`` makes of each item; one that fails does not keep the others from it, and is added to ``failures``."""
+    for item in items:
+        try:
+            yield await work(item)
+        except WeenvError as error:
+            failures.append(error)
 
 
 def _json(content: ImageContent) -> dict[str, Any]:
@@ -141,9 +153,11 @@ def fetch(
     if bool(images) == everything:
         raise click.UsageError("name images, or all of them with --all")
 
+    failures: list[WeenvError] = []
+
     async def work(space: Namespaced, node: NodeConfig) -> list[tuple[ImageContent, int]]:
         named = await space.list_images() if everything else [await find(space, text) for text in images]
-        contents = [await look(space, item) for item in named]
+        contents = [found async for found in _each(named, lambda item: look(space, item), failures)]
         if check:
             return [(content, 0) for content in contents]
         config = registry_config(node.tables)
@@ -159,7 +173,11 @@ def fetch(
 
             async with RegistryClient(config) as client:
                 fetcher = Fetcher(space, client, node.root, report)
-                return [(content, await fetcher.fetch(content)) for content in contents]
+
+                async def one(content: ImageContent) -> tuple[ImageContent, int]:
+                    return content, await fetcher.fetch(content)
+
+                return [result async for result in _each(contents, one, failures)]
 
     results = _with(config_path, socket, namespace, work)
     if as_json:
@@ -171,5 +189,8 @@ def fetch(
             click.echo(f"weenv: {text}\n  weenv image fetch brings them", err=True)
         elif not as_json:
             click.echo(f"{name}: " + (f"{missing} fetched, {render.size(count)}" if content.missing else "all there"))
+    if failures:
+        failures[0].also = tuple(failures[1:])
+        raise failures[0]
     if check and any(content.missing for content, _ in results):
         raise click.exceptions.Exit(1)

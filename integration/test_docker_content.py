@@ -313,7 +313,7 @@ def test_load_of_a_converted_image_and_of_one_with_holes(
 
 
 def test_errors_of_fetching_are_clear_and_leave_nothing_half(
-    client: docker.DockerClient, lazy: str, node: Node, registry: Registry
+    client: docker.DockerClient, lazy: str, node: Node, store: Store, registry: Registry
 ) -> None:
     def nothing_half() -> None:
         assert "weenv" not in node.containerd.ctr("leases", "ls", "-q", namespace=NAMESPACE)
@@ -334,6 +334,10 @@ def test_errors_of_fetching_are_clear_and_leave_nothing_half(
             file.write(good[:-1000] + bytes(1000))
         _, error = weenv(node, "fetch", lazy, check=1)
         assert "what came is something else" in error, error
+        client.images.pull(store.lazy("small"))
+        out, error = weenv(node, "fetch", "--all", check=1)
+        assert out == f"{store.lazy('small')}: 1 blob fetched, 1.04 MiB\n", "one does not keep another from it"
+        assert "what came is something else" in error
         nothing_half()
     finally:
         with open(victim, "wb") as file:

@@ -61,6 +61,15 @@ def test_dockerd_is_restarted_and_killed_under_containers(dockerd: Dockerd, node
         container.restart(timeout=1)
         assert container.exec_run(KEPT).output == before, "stopped and started by another dockerd than made it"
         assert shell(client, ref, "cat /etc/weenv-release") == ["pair"]
+    dockerd.live_restore = False
+    for _ in range(2):
+        dockerd.stop()
+        dockerd.start()
+    with dockerd.client() as client:
+        container = client.containers.get("one")
+        assert container.status == "exited", "without live-restore, dockerd takes its containers along"
+        container.start()
+        assert container.exec_run(KEPT).output == before
         container.remove(force=True)
 
 

@@ -82,7 +82,7 @@ REASONS = {
 """Values of the label ``reason`` of metric ``weenv_snapshotter_fallbacks``, and what they mean."""
 
 _REMEDIES = {
-    "no-labels": "pull with the transfer service or CRI, and let containerd pass annotations (weenv doctor)",
+    "no-labels": "a layer that docker built or loaded has to be; pull with docker, CRI or the transfer service (weenv doctor)",
     "not-converted": "weenv convert makes an image of the format out of it",
     "below-not-lazy": "convert the whole image",
     "bad-labels": "convert the image again",

@@ -142,3 +142,13 @@ def test_drop_ins_say_what_weenv_install_writes(name: str, line: int) -> None:
     if line > 1:
         listed = [table["plugins"][containerd.TRANSFER]["unpack_config"] for table in (ours, theirs)]
         assert sorted(one["snapshotter"] for one in listed[0]) == sorted(one["snapshotter"] for one in listed[1])
+
+
+def test_kind_services_that_run_out_of_descriptors() -> None:
+    """A descriptor for each layer that is read, and one for each of its connections: the usual 1024 are not enough."""
+    units = sorted((DEPLOY.parent / "systemd" / "units").glob("*.service"))
+    assert len(units) >= 4
+    for unit in units:
+        (limit,) = [line for line in unit.read_text().splitlines() if line.startswith("LimitNOFILE=")]
+        least = 1 << 20 if unit.stem in ("weenv-blobfs", "weenv-snapshotter") else 1 << 16
+        assert int(limit.partition("=")[2]) >= least, unit.name

@@ -22,7 +22,7 @@ from weenv.core import digest as digests
 from weenv.core.aio import Background
 from weenv.core.errors import MountError, SnapshotExists
 from weenv.layer.encode import encode_layer
-from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF
+from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF, Kind
 from weenv.plugin.snapshotter import resolve
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.layerdir import LayerDirs
@@ -371,6 +371,21 @@ async def test_a_manifest_that_cannot_be_had_leaves_layers_to_themselves(
     async with node(root, registry) as n:
         assert await n.containerd.namespace("a").pull(image) == []
         assert n.fallbacks() == {}
+
+
+async def test_kind_a_layer_without_its_parent_is_not_the_one_that_was_asked_for(
+    root: str, registry: SimulatedRegistry, images: Images
+) -> None:
+    """A containerd that unpacks in parallel asks for upper layers on nothing (from 2.2 on, where ``rebase`` is advertised)."""
+    layers = [images.file(name) for name in "ab"]
+    image = images.image(layers)
+    async with node(root, registry) as n:
+        labels = {**layers[1].annotations, LABEL_SNAPSHOT_REF: image.chain()[1], resolve.LABEL_IMAGE: image.ref}
+        key = f"default/1/extract-1 {image.chain()[1]}"
+        (mount,) = await n.core.prepare(key, "", labels)
+        assert mount.type == "bind", "an ordinary snapshot: what is unpacked there has no parent to lose"
+        assert n.fallbacks() == {"wrong-layer": 1}
+        assert [info.kind async for block in n.core.list([]) for info in block] == [Kind.ACTIVE]
 
 
 async def test_two_namespaces_and_collection(root: str, registry: SimulatedRegistry, images: Images) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import os
 import shutil
 from collections import Counter
+from collections.abc import Callable
 
 from weenv.core.errors import MountError, WeenvError
 from weenv.layer.tail import parse_tail
@@ -73,6 +74,9 @@ class TreePlane:
     def wanted(self, digest: str, attachment: Attachment) -> bool:
         """Where a test says that something better can be had."""
         return self.better.get(digest, attachment) != attachment
+
+    def on_loss(self, lost: Callable[[str], None]) -> None:
+        """Nothing here ceases to work by itself."""
 
     def detach(self, target: str) -> None:
         """Remove the tree."""

@@ -31,6 +31,8 @@ _LOOK: Final = 2.0
 """Seconds between looks at whether the layer is complete by now."""
 _PAUSES: Final = (0.02, 0.05, 0.1, 0.2, 0.5)
 """Seconds between attempts to reach blobfs; the last is repeated."""
+_COMPLAIN: Final = 24
+"""Attempts, some ten seconds, after which it is no restart of blobfs any more."""
 
 
 class Lost(Exception):
@@ -163,7 +165,7 @@ class Stream:
             try:
                 return await self._blob.read(offset, length)
             except Lost as error:
-                if attempt == len(_PAUSES):
+                if attempt == _COMPLAIN:
                     log.warning("blobfs does not answer, reads wait: %s", error, extra={"path": self._directory})
                 await asyncio.sleep(_PAUSES[min(attempt, len(_PAUSES) - 1)])
                 attempt += 1

@@ -1,0 +1,23 @@
+"""A node whose configuration forces the FUSE plane, in the place of the one that a module's tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from weenv_testkit.node import Node
+from weenv_testkit.registry import Registry
+from weenv_testkit.store import Store
+
+
+@pytest.fixture(scope="module")
+def module_node(line: str, home: str, registry: Registry, store: Store) -> Iterator[Node]:
+    """To be imported by name into a module of tests."""
+    path = os.path.join(home, f"f{line}")
+    os.mkdir(path)
+    store.pause()
+    settings = {"blobfs.fill": "enabled = false", "snapshotter": 'plane = "fuse"'}
+    with Node(line, path, registry=registry.host, settings=settings) as running:
+        yield running

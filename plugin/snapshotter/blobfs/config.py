@@ -71,7 +71,7 @@ class BlobfsConfig:
     status_socket: str = "/run/weenv/blobfs.sock"
     """Where ``weenv status`` and ``weenv doctor`` ask; mode 0600."""
     metrics_address: str = ""
-    """``127.0.0.1:9441`` or the like (a loopback address), or ``unix:/path``, serves Prometheus metrics there; empty: nowhere."""
+    """Loopback ``HOST:PORT`` or ``unix:/path`` for Prometheus; empty: none."""
     threads: int = 2
     """Threads that read requests."""
     decoders: int = 2

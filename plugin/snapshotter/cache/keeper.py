@@ -321,7 +321,7 @@ class Keeper:
             ages = np.where(touched != 0, 0, np.minimum(ages, OLDEST - 1) + 1).astype(np.uint8)
         if before:
             old = entry.used_at < before or ages > self._age(before)
-            ages = np.where(old, OLDEST, 0).astype(np.uint8) & np.full(len(sizes), OLDEST, np.uint8)
+            ages = np.where(np.broadcast_to(old, len(sizes)), OLDEST, 0).astype(np.uint8)
         return Held(sizes, marks, ages)
 
     @contextlib.contextmanager

@@ -5,16 +5,21 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import threading
 import time
+from array import array
 from pathlib import Path
 
 import pytest
 
-from weenv.core.errors import WeenvError
+from weenv.core.errors import StorageError, WeenvError
+from weenv.plugin.snapshotter.blobfs import layers
 from weenv.plugin.snapshotter.blobfs.daemon import read_tail
 from weenv.plugin.snapshotter.blobfs.layers import BadLayer, DamagedTail, Layer, LayerTable
 from weenv.plugin.snapshotter.cache.present import BAD
 from weenv.plugin.snapshotter.fetch.flight import DEMAND, Flight
+from weenv.plugin.snapshotter.fetch.planner import Extents
+from weenv.plugin.snapshotter.fetch.siblings import Siblings
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv_testkit.synthetic import SyntheticLayer, make_layer, payload
 
@@ -83,14 +88,53 @@ def test_busy_layers_stay_open_and_somebody_is_told(tmp_path: Path) -> None:
     first.flights[0] = Flight(first, 0, DEMAND)
     second.store.write(0, LAYERS[1].stream)
     second.presence.mark(0)
-    found.memory_max = 1
+    found.memory_max = first.memory + second.memory
     third = opened(found, LAYERS[2])
     assert is_open(found)[:3] == [True, True, True]
     assert over.count == 1
+    found.memory_max = 1
     assert second.sync() == 1
     first.flights.clear()
     assert found.trim(keep=third) == 2
     assert is_open(found)[:3] == [False, False, True]
+
+
+def test_no_further_layer_is_opened_while_all_are_busy_and_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = table(tmp_path)
+    first = opened(found, LAYERS[0])
+    first.flights[0] = Flight(first, 0, DEMAND)
+    found.memory_max = first.memory // 3
+    monkeypatch.setattr(layers, "_ROOM", 0.1)
+    with pytest.raises(StorageError, match="is not opened: those that are open take") as caught:
+        opened(found, LAYERS[1])
+    assert caught.value.errno == errno.ENOMEM and "layers_memory" in caught.value.hint
+    monkeypatch.setattr(layers, "_ROOM", 20.0)
+    results: list[Layer] = []
+    waiting = threading.Thread(target=lambda: results.append(opened(found, LAYERS[1])))
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and not results
+    first.flights.clear()
+    waiting.join(20)
+    assert len(results) == 1
+    assert is_open(found)[:2] == [False, True]
+
+
+def test_tables_of_read_ahead_that_are_too_large_are_done_without(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A TOC of millions of files: one layer may have them, twenty may not."""
+    found = table(tmp_path, memory_max=20 << 20)
+    many = array("Q", bytes(8 << 20))
+    kept = []
+    for made in LAYERS[:3]:
+        layer = opened(found, made)
+        layer.flights[0] = Flight(layer, 0, DEMAND)  # it must stay open
+        layer.read_ahead.extents = Extents(many, many, bytearray(1 << 20), Siblings.none())
+        kept.append(found.fit(layer))
+        assert found.memory() <= 20 << 20
+    assert kept == [True, False, False]
+    assert [record.getMessage() for record in caplog.records].count(
+        "no read-ahead for a layer: the tables of open layers take all the memory that they may"
+    ) == 2
 
 
 @pytest.mark.parametrize("how", ["bit", "short", "gone"])

@@ -34,6 +34,8 @@ FIRST_NODE: Final = 2
 """The root is node 1."""
 _BASE: Final = 12 << 10
 """Bytes of memory that an open layer takes whatever its size: objects, sources, two descriptors."""
+_ROOM: Final = 10.0
+"""Seconds that a layer waits to be opened while all others are busy and take too much memory."""
 _QUIET: Final = 10.0
 """Seconds between log lines of the same kind about the same layer."""
 
@@ -167,7 +169,7 @@ class LayerTable:
 
     ``remember`` is called with a new node's id and name before anybody learns of it. While open layers take more than
     ``memory_max`` bytes of memory, those that were not read for longest and are not busy are closed; ``over`` is called
-    where that does not help, so that somebody syncs them.
+    where that does not help, so that somebody syncs them. At twice that no further one is opened.
     """
 
     def __init__(
@@ -321,7 +323,23 @@ class LayerTable:
             return False
         return (found.st_dev, found.st_ino) == layer.identity
 
+    def _await_room(self, name: str) -> None:
+        """Before another layer is opened: where those that are open take twice what they may, and all of them are busy, wait
+        until some are synced and closed. Raises StorageError where that takes too long. Locked, so one waits for all.
+        """
+        end = time.monotonic() + _ROOM
+        while self.memory() > 2 * self.memory_max:
+            self.trim()  # says so where it does not help
+            if time.monotonic() > end:
+                raise StorageError(
+                    f"the layer {name[:12]} is not opened: those that are open take {self.memory()} bytes of memory",
+                    errno=errno.ENOMEM,
+                    hint="raise [blobfs] layers_memory, or remove the image whose layers have millions of frames",
+                )
+            time.sleep(0.02)
+
     def _open(self, name: str) -> Layer | None:
+        self._await_room(name)
         return self._open_at(self.dirs.path("sha256:" + name), name)
 
     def _open_discarded(self, name: str) -> Layer | None:

@@ -173,6 +173,25 @@ def test_a_containerd_that_maps_ids_itself_is_left_to_it(
     shutil.rmtree(path, ignore_errors=True)
 
 
+def test_where_layers_cannot_be_mapped_the_error_says_what_to_do(
+    line: str, home: str, registry: Registry, store: Store
+) -> None:
+    """The fuse plane's file systems: the kernel maps none of them. What has no mapping runs, what has one is refused."""
+    if line == "1.7":
+        pytest.skip("containerd has no part in it")
+    path = os.path.join(home, f"f{line}")
+    os.mkdir(path)
+    ref = store.lazy("pair")
+    with KubeNode(line, path, registry=registry.host, settings={"snapshotter": 'plane = "fuse"'}) as node:
+        namespace = node.pull(ref)
+        assert node.shell(ref, "cat /etc/weenv-release", namespace) == "pair\n"
+        node.expect("request failed: ids cannot be mapped on fuse")
+        with pytest.raises(Failed, match=r"ids cannot be mapped on fuse.*remap-ids"):
+            node.shell(ref, "true", namespace, *mapped())
+        assert not id_mounts(node) and not node.complaints()
+    shutil.rmtree(path, ignore_errors=True)
+
+
 def test_a_pod_in_a_user_namespace(node: Node, store: Store, registry: Registry) -> None:
     """``hostUsers: false`` as kubelet asks for it: a range of ids for the pod, shared by all of its containers."""
     pod_network(node.containerd)

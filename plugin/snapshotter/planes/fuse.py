@@ -238,7 +238,9 @@ def _start_host(path: str) -> socket.socket:
         except OSError as error:
             if process is None:
                 os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
-                environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # it forks
+                theirs = ("NOTIFY_", "LISTEN_", "WATCHDOG_", "FDSTORE")  # between this process and its service manager
+                environment = {name: value for name, value in os.environ.items() if not name.startswith(theirs)}
+                environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}  # it forks
                 process = subprocess.Popen(
                     [sys.executable, "-m", _HOST, "--socket", path],
                     stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True, cwd="/", env=environment,

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,20 @@ from typing import Any
 from rich.console import Console
 
 from weenv.layer.toc import Toc
-from weenv_bench import daemons, docs, elasticparts, local, parts, prepare, reads, replayparts, report, series, taskparts
+from weenv_bench import (
+    daemons,
+    docs,
+    elasticparts,
+    local,
+    parts,
+    planesparts,
+    prepare,
+    reads,
+    replayparts,
+    report,
+    series,
+    taskparts,
+)
 from weenv_bench.image import BenchError, Image, Recipe, build, recipe, say
 from weenv_bench.link import Link
 from weenv_bench.node import FarRegistry, Node
@@ -111,10 +124,10 @@ class Bench:
         return self._registry
 
     @contextmanager
-    def node(self, *, weenv: bool = False, fill: str = "off") -> Iterator[Node]:
+    def node(self, *, weenv: bool = False, fill: str = "off", plane: str = "auto") -> Iterator[Node]:
         """A fresh node, with the registry up."""
         self.registry  # noqa: B018 - made when first asked for
-        with Node(weenv=weenv, fill=fill) as node:
+        with Node(weenv=weenv, fill=fill, plane=plane) as node:
             yield node
 
     def close(self) -> None:
@@ -269,6 +282,15 @@ def part_local(bench: Bench) -> list[Row]:
     return rows
 
 
+def part_planes(bench: Bench) -> list[Row]:
+    """The FUSE plane against the EROFS plane."""
+
+    def node(plane: str) -> AbstractContextManager[Node]:
+        return bench.node(weenv=True, plane=plane)
+
+    return planesparts.planes(node, f"{REPOSITORY}:weenv", bench.recipe, 3 if bench.quick else 5)
+
+
 def part_prepare(bench: Bench) -> list[Row]:
     """Prepare."""
     with bench.node(weenv=True) as node:
@@ -293,7 +315,8 @@ def part_memory(bench: Bench) -> list[Row]:
 
 
 PARTS: dict[str, Callable[[Bench], list[Row]]] = {
-    "series": part_series, "bytes": part_bytes, "eight": part_eight, "local": part_local, "prepare": part_prepare,
+    "series": part_series, "bytes": part_bytes, "eight": part_eight, "local": part_local, "planes": part_planes,
+    "prepare": part_prepare,
     "memory": part_memory, "erofs": part_erofs, "convert": part_convert, "convert-memory": part_convert_memory,
     "strategies": lambda bench: taskparts.strategies(bench.stage),
     "compose": lambda bench: taskparts.compose(bench.stage),

@@ -183,12 +183,14 @@ class FarRegistry:
 
 
 class Node:
-    """A node with nothing on it. ``weenv`` starts WeEnv's daemons too; ``fill`` is a key of :data:`_FILL`."""
+    """A node with nothing on it. ``weenv`` starts WeEnv's daemons too, which mount by ``plane``; ``fill`` is a key of
+    :data:`_FILL`."""
 
-    def __init__(self, *, weenv: bool = False, fill: str = "on") -> None:
+    def __init__(self, *, weenv: bool = False, fill: str = "on", plane: str = "auto") -> None:
         self.directory = state_directory("wb-")  # short: a hundred of its paths must fit into one page of mount options
         self.weenv = weenv
         self.fill = fill
+        self.plane = plane
         self.id = secrets.token_hex(3)
         self._processes: list[Process] = []
         self._clients: list[subprocess.Popen[bytes]] = []
@@ -218,7 +220,7 @@ class Node:
         os.makedirs(f"{self.directory}/weenv", mode=0o700)
         config = os.path.join(self.directory, "weenv.toml")
         with open(config, "w") as file:
-            file.write(weenv_config(self.directory, self.fill))
+            file.write(weenv_config(self.directory, self.fill, self.plane))
         weenv = tools.weenv()
         blobfs = self._start("blobfs", [*weenv, "blobfs", "serve", "--config", config])
         blobfs.wait_ready(lambda: os.path.ismount(f"{self.directory}/w/blobs"), 20)
@@ -359,12 +361,13 @@ _FILL = {
 """Background fill: off, or as it is by default."""
 
 
-def weenv_config(directory: str, fill: str) -> str:
+def weenv_config(directory: str, fill: str, plane: str = "auto") -> str:
     """The daemons' configuration for a node in ``directory``: defaults but for paths, the registry and filling."""
     return f"""[snapshotter]
 root = "{directory}/weenv"
 socket = "{directory}/w/snapshotter.sock"
 blobs = "{directory}/w/blobs"
+plane = "{plane}"
 [blobfs]
 root = "{directory}/weenv"
 mountpoint = "{directory}/w/blobs"

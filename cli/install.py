@@ -406,6 +406,8 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
         removal = steps.plan_removal(tree, known)
         if tree.live:
             _refuse_while_used(settings.root)
+            if purge and not booted():
+                _refuse_while_served(settings.root)
         if dry_run:
             for write in removal.writes:
                 _show(write)
@@ -473,6 +475,15 @@ def _refuse_while_used(root: str) -> None:
         )
 
 
+def _refuse_while_served(root: str) -> None:
+    """Without services there is nothing here that ends daemons and unmounts layers."""
+    from weenv.plugin.snapshotter.mounts import mounts_below
+    from weenv.plugin.snapshotter.status import collect
+
+    if collect(root).running or mounts_below(root):
+        raise ConfigError(f"{root} is still served", hint="end weenv serve, or both daemons, and run: weenv blobfs stop")
+
+
 def _stop(manager: Manager, settings: files.Settings, lower: BlobfsConfig) -> None:
     """End the daemons and take their mounts away; where a container has come in between, start them again."""
     from weenv.plugin.snapshotter.blobfs import daemon
@@ -503,7 +514,13 @@ def _purge(tree: Tree, settings: files.Settings) -> None:
         ours = {"metastore.db", "layers", "lock"} & set(os.listdir(root))
         if not ours and os.listdir(root):
             raise ConfigError(f"{settings.root} does not look like WeEnv's", hint="delete it by hand")
-        shutil.rmtree(root)
+        for entry in os.scandir(root):
+            if entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+            else:
+                os.unlink(entry.path)
+        with contextlib.suppress(OSError):  # it may be a mount point
+            os.rmdir(root)
         click.echo(f"deleted {settings.root}")
     if tree.remove(settings.config):
         click.echo(f"deleted {settings.config}")

@@ -89,7 +89,9 @@ def test_memory_is_followed_up_and_down(elastic: Elastic, bench: Bench, plan: st
 def test_a_kill_by_the_kernel_is_told_everywhere(elastic: Elastic, bench: Bench) -> None:
     plan = plan_with(bench.plan, "{cpu: {start: 1}, memory: {start: 32Mi, max: 48Mi}}")
     before = elastic.metric("weenv_elastic_oom_total", by="kernel")
-    name = start(bench, plan, "x=$(head -c 200000000 /dev/zero | tr '\\0' x); exit 1")
+    # On cgroup v2 the brake holds a task until it is ended with its cause; a service is never ended by us, nor braked there.
+    role = ("--role", "service") if V2 else ()
+    name = start(bench, plan, "x=$(head -c 200000000 /dev/zero | tr '\\0' x); exit 1", *role)
     wait_until("its end", lambda: elastic.events("ended", name), LONG)
     (event,) = elastic.events("ended", name)
     assert event["cause"] == "oom-kernel" and event["oom_kills"] >= 1
@@ -137,8 +139,9 @@ def test_an_update_that_the_kernel_refuses(elastic: Elastic, bench: Bench, plan:
         async with Client(bench.node.containerd.socket) as client:
             tasks = TaskUpdates(client)
             try:
-                with pytest.raises(Refused, match="memory"):
-                    await tasks.apply(key, None, 8 * MIB, 8 * MIB)
+                if not V2:  # where it would be let through, and kill
+                    with pytest.raises(Refused, match="memory"):
+                        await tasks.apply(key, None, 8 * MIB, 8 * MIB)
                 assert reader.limits().memory >= 40_000_000, "what was in force stays"
                 outcome = await change(tasks, reader, key, Quota(reader.limits().cpu, 8 * MIB), 1.0, MemoryRules())
                 assert outcome.quota.memory > 40_000_000, "the safe rule does not even ask for it"

@@ -33,10 +33,12 @@ root = "{root}"
 socket = "{root}/e.sock"
 metrics_address = "127.0.0.1:{port}"
 list_every = 1.0
+[elastic.admission]
+cpu = {cpus}
 [nri]
 enabled = false
 """
-"""As delivered, but for a patience that tests can wait for."""
+"""As delivered, but for a patience that tests can wait for, and two cores that can be promised wherever there is one."""
 
 
 class Elastic(Daemon):
@@ -48,12 +50,19 @@ class Elastic(Daemon):
         os.makedirs(self.root, exist_ok=True)
         port = free_port()
         with open(bench.config, "a") as file:
-            file.write(settings.format(root=self.root, port=port))
+            file.write(settings.format(root=self.root, port=port, cpus=max(2, len(os.sched_getaffinity(0)))))
         super().__init__("elastic", bench.config, os.path.join(bench.node.home, "elastic.log"), port)
 
     def start(self) -> None:
         """Start it and wait until it answers."""
-        self.spawn().wait_ready(lambda: connects(f"{self.root}/e.sock"))
+        self.spawn().wait_ready(self._up)
+
+    def _up(self) -> bool:
+        """It answers on its socket, and (which comes last) with its metrics."""
+        try:
+            return connects(f"{self.root}/e.sock") and bool(self.metrics())
+        except OSError:
+            return False
 
     def __enter__(self) -> Elastic:
         self.start()

@@ -31,13 +31,14 @@ _CONTAINERD = "containerd.service"
 _REMAPS = (6, 12)
 """Linux that mounts EROFS from files: layers can then be id-mapped."""
 
-ROOT = click.option("--root", "directory", default="/", help="The system to work on, such as a mounted image.  [default: /]")
+ROOT = click.option("--root", "directory", metavar="DIR", default="/", help="A mounted image, instead of this system.")
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Show what would be done, as a diff; change nothing.")
 NO_RESTART = click.option("--no-restart", is_flag=True, help="Leave it to you to restart containerd.")
 
 
-def _tree(directory: str) -> Tree:
-    if os.geteuid() != 0:
+def _tree(directory: str, *, look: bool) -> Tree:
+    """``look``: nothing is going to be changed."""
+    if os.geteuid() != 0 and not look:
         raise ConfigError("only root may change a system", hint=AS_ROOT)
     if not os.path.isdir(directory):
         raise ConfigError(f"--root: there is no directory {directory}")
@@ -113,7 +114,9 @@ def _settings(tree: Tree, program: str, config: str, chosen: frozenset[str]) -> 
 def _containerd_line(tree: Tree, given: str | None, main: str) -> int:
     """containerd's major version; 0 where the system has none. Raises ConfigError where it cannot be told."""
     if given:
-        return int(given.partition(".")[0])
+        if not (named := re.match(r"v?([12])(\.|$)", given)):
+            raise ConfigError(f"--containerd-version: {given!r} is none that weenv knows", hint="such as 1.7 or 2.1")
+        return int(named[1])
     program = next((found for place in _PLACES if os.access(found := tree.host(f"{place}/containerd"), os.X_OK)), "")
     if program:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -185,7 +188,7 @@ def install(
       weenv install --with elastic --with gateway
       weenv install --root /mnt/image --program /opt/weenv/bin/weenv --containerd-version 2.1
     """
-    tree = _tree(directory)
+    tree = _tree(directory, look=dry_run)
     with _alone(tree):
         known = record.Record()
         with contextlib.suppress(*([ConfigError] if force else [])):  # a damaged record
@@ -257,6 +260,8 @@ class _Install:
             click.echo(f"would remove {path}")
         if self.plan.empty:
             click.echo("no file would be changed")
+        elif self.tree.live and booted():
+            click.echo(f"would start or restart {', '.join(files.unit_names(self.settings.daemons))}, and restart containerd")
 
     def put(self, links: dict[str, str]) -> None:
         """Files and links. With systemd, the links are made by it."""
@@ -395,7 +400,7 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
       weenv uninstall --dry-run
       weenv uninstall --purge
     """
-    tree = _tree(directory)
+    tree = _tree(directory, look=dry_run)
     with _alone(tree):
         known = record.load(tree)
         if known is None:

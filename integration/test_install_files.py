@@ -153,6 +153,7 @@ def test_what_cannot_be_installed_is_said_and_nothing_is_changed(image: Path, tm
         (["--program", "weenv"], "absolute path"),
         (["--config", "/etc/none.toml"], "no file /etc/none.toml"),
         (["--with", "elastic", "--with", "nri"], "elastic includes nri"),
+        (["--containerd-version", "new"], "--containerd-version: 'new'"),
     ):
         assert said in install(image, *arguments, status=1)
     assert "there is no directory" in weenv("install", "--root", str(tmp_path / "none"), status=1)

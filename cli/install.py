@@ -107,7 +107,7 @@ def _settings(tree: Tree, program: str, config: str, chosen: frozenset[str]) -> 
     elastic = serveconfig.from_tables(tables)
     return files.Settings(
         program, config, lazy.root, lazy.socket, bytes_.status_socket, elastic.socket, elastic.root,
-        gateway.from_tables(tables).address, elastic.address, chosen,
+        gateway.from_tables(tables).address, elastic.address, lazy.plane, chosen,
     )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def _amends(
 
     items, amends = [], []
     if line:
-        remap = not tree.live or _kernel() >= _REMAPS
+        remap = settings.plane != "fuse" and (not tree.live or _kernel() >= _REMAPS)
         wanted = containerd.Wanted(settings.socket, settings.root, line, cri=options["cri"], remap=remap)
         found = containerd.configure(containerd.Reader(read, tree.matches), options["containerd"], wanted)
         items.append(files.Item(found.path, found.text.encode()))

@@ -38,7 +38,7 @@ def test_paths_are_the_nodes() -> None:
     found = texts(
         Settings(
             "/opt/w/bin/weenv", "/etc/w.toml", "/data/w", "/run/w/s", "/run/w/b", "/run/w/e", "/data/e/x", "[::1]:80",
-            "/run/k3s/containerd/containerd.sock", frozenset(OPTIONAL),
+            "/run/k3s/containerd/containerd.sock", "auto", frozenset(OPTIONAL),
         )
     )  # fmt: skip
     for name in ("blobfs", "snapshotter", "elastic", "nri", "gateway"):

@@ -60,7 +60,10 @@ _PLAIN = re.compile(r"/[A-Za-z0-9_.,+@:/-]+\Z")
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the files depend on. ``program`` is the command's path; ``chosen`` are daemons of :data:`OPTIONAL`."""
+    """What the files depend on. ``program`` is the command's path; ``chosen`` are daemons of :data:`OPTIONAL`.
+
+    ``plane`` is how layers are mounted, as the configuration says: containerd is told what works then.
+    """
 
     program: str
     config: str = CONFIG
@@ -71,6 +74,7 @@ class Settings:
     elastic_root: str = "/var/lib/weenv/elastic"
     gateway: str = "127.0.0.1:5050"
     containerd: str = "/run/containerd/containerd.sock"
+    plane: str = "auto"
     chosen: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import sys
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -21,27 +21,36 @@ from weenv_testkit.cri import EXITED, NAMESPACE_NODE, SCHEMA, Cri, Pod
 from weenv_testkit.images import Member
 from weenv_testkit.kube import DEPLOY, KubeNode, layer_digests, lazy_image
 from weenv_testkit.procs import Failed, connects, mounts_under, run, unmount_under, wait_until
-from weenv_testkit.registry import Registry
+from weenv_testkit.registry import Registry, free_port
 from weenv_testkit.store import Store
 
 PROPAGATION = {"None": 0, "HostToContainer": 1, "Bidirectional": 2}
 """Kubernetes' words -> CRI's MountPropagation."""
 
 
+CAPABILITIES = {"DAC_OVERRIDE": 1, "FOWNER": 3, "KILL": 5, "SYS_PTRACE": 19, "SYS_RESOURCE": 24}
+"""Those that the manifests name -> their numbers (include/uapi/linux/capability.h)."""
+
+
 class Kubelet:
     """One DaemonSet's pod on one node. Paths of the manifest become this node's own, inside of the pod and outside."""
 
-    def __init__(self, node: KubeNode, cri: Cri, image: str) -> None:
+    def __init__(self, node: KubeNode, cri: Cri, image: str, manifest: str = "weenv", settings: str = "") -> None:
         self.node, self.cri, self.image = node, cri, image
-        text = (DEPLOY / "kubernetes" / "weenv.yaml").read_text()
-        for theirs, ours in {"/var/lib/weenv": node.root, "/run/weenv": node.run}.items():
-            text = text.replace(theirs, ours)
-        documents = {document["kind"]: document for document in yaml.safe_load_all(text)}
-        self.handler = documents["RuntimeClass"]["handler"]
+        places = {"/var/lib/weenv": node.root, "/run/weenv": node.run, "/run/containerd": node.containerd.home}
+        texts = {name: (DEPLOY / "kubernetes" / f"{name}.yaml").read_text() for name in ("weenv", manifest)}
+        for theirs, ours in places.items():
+            texts = {name: text.replace(f"path: {theirs}", f"path: {ours}") for name, text in texts.items()}
+            texts = {name: text.replace(f"mountPath: {theirs}", f"mountPath: {ours}") for name, text in texts.items()}
+        shared_documents = {document["kind"]: document for document in yaml.safe_load_all(texts["weenv"])}
+        self.handler = shared_documents["RuntimeClass"]["handler"]
+        documents = {document["kind"]: document for document in yaml.safe_load_all(texts[manifest])}
         self.template = documents["DaemonSet"]["spec"]["template"]
-        os.makedirs(f"{node.home}/etc", exist_ok=True)
-        shutil.copy(node.config, f"{node.home}/etc/config.toml")
-        self.logs = f"{node.home}/pod-logs"
+        self.config = f"{node.home}/etc-{manifest}"
+        os.makedirs(f"{self.config}/plans")
+        with open(node.config) as source, open(f"{self.config}/config.toml", "w") as file:
+            file.write(source.read() + settings)
+        self.logs = f"{node.home}/logs-{manifest}"
         os.makedirs(self.logs)
         self.pod: Pod | None = None
 
@@ -57,8 +66,12 @@ class Kubelet:
             volume = volumes[mount["name"]]
             if "secret" in volume:
                 continue  # optional, and not there
-            path = volume["hostPath"]["path"] if "hostPath" in volume else f"{self.node.home}/etc"
-            os.makedirs(path, exist_ok=True)
+            if "hostPath" in volume:
+                path = volume["hostPath"]["path"]
+                os.makedirs(path, exist_ok=True)
+            else:
+                name = "plans" if volume["name"] == "plans" else mount.get("subPath", "")
+                path = os.path.join(self.config, name)
             found.append(
                 SCHEMA["Mount"](
                     container_path=mount["mountPath"],
@@ -73,28 +86,63 @@ class Kubelet:
         """Make the pod; the container's id."""
         spec = self.template["spec"]
         options = SCHEMA["NamespaceOption"](network=NAMESPACE_NODE if spec["hostNetwork"] else 0)
-        options.pid = NAMESPACE_NODE if spec["hostPID"] else 0
+        options.pid = NAMESPACE_NODE if spec.get("hostPID") else 0
         (container,) = spec["containers"]
-        privileged = container["securityContext"]["privileged"]
+        asked = container["securityContext"]
+        privileged = asked["privileged"]
+        capabilities = asked.get("capabilities", {})
+        security = {
+            "readonly_rootfs": asked.get("readOnlyRootFilesystem", False),
+            "no_new_privs": not asked.get("allowPrivilegeEscalation", True),
+            "capabilities": SCHEMA["Capability"](
+                add_capabilities=[name for name in capabilities.get("add", ()) if grantable(name)],
+                drop_capabilities=capabilities.get("drop", ()),
+            ),
+        }
         annotations = self.template["metadata"]["annotations"]
         self.cri.pull(self.image, annotations=annotations)
         self.pod = self.cri.run_pod(
-            "weenv", annotations, options=options, handler=self.handler, privileged=privileged, logs=self.logs
+            "system", annotations, options=options, handler=self.handler, privileged=privileged, logs=self.logs
         )
         here = [SCHEMA["Mount"](container_path=path, host_path=path, readonly=True) for path in of_this_machine()]
-        environment = {one["name"]: one["value"] for one in container["env"]}
+        environment = {one["name"]: one["value"] for one in container.get("env", ())}
         environment |= {"PATH": f"{os.path.dirname(sys.executable)}:/usr/sbin:/usr/bin:/sbin:/bin"}
         if "PYTHONPATH" in os.environ:
             environment["PYTHONPATH"] = os.environ["PYTHONPATH"]
         return self.cri.start_container(
-            self.pod, self.image, *container["command"], mounts=[*self._mounts(container), *here], environment=environment
+            self.pod,
+            self.image,
+            *container["command"],
+            mounts=[*self._mounts(container), *here],
+            environment=environment,
+            security=security,
         )
+
+    def wait(self, container: str, check: Callable[[], object]) -> None:
+        """Wait until the pod does what it is for. Raises Failed with its log."""
+
+        def done() -> bool:
+            if self.cri.status(container).state == EXITED:
+                raise Failed("the pod's container has ended")
+            return bool(check())
+
+        try:
+            wait_until("the pod to serve", done, 60, 0.1)
+        except Failed as error:
+            raise Failed(f"{error}\n{self.log()}") from None
 
     def delete(self) -> None:
         """As ``kubectl delete pod``."""
         assert self.pod is not None
         self.cri.remove_pod(self.pod)
         self.pod = None
+
+
+def grantable(name: str) -> bool:
+    """Whether this machine's own processes may have a capability; a test machine may lack SYS_RESOURCE."""
+    with open("/proc/self/status") as file:
+        (line,) = [line for line in file if line.startswith("CapBnd:")]
+    return bool(int(line.split()[1], 16) >> CAPABILITIES[name] & 1)
 
 
 def of_this_machine() -> list[str]:
@@ -154,15 +202,7 @@ def test_its_pod_serves_the_node_and_is_replaced_under_readers(kubelet: Kubelet,
     ref = lazy_image(home, registry, f"ds{node.line}", *files)
     container = kubelet.start()
 
-    def state() -> bool:
-        if cri.status(container).state == EXITED:
-            raise Failed(f"the daemons' container has ended:\n{kubelet.log()}")
-        return serving(node)
-
-    try:
-        wait_until("the pod to serve", state, 60)
-    except Failed as error:
-        raise Failed(f"{error}\n{kubelet.log()}") from None
+    kubelet.wait(container, lambda: serving(node))
     wait_until("containerd to have found the socket", lambda: again(lambda: cri.pull(ref)), 30, 0.5)
     assert not [each for each in node.containerd.content("k8s.io") if each in layer_digests(registry, ref)], "it is lazy"
     pod = cri.run_pod("task")
@@ -182,3 +222,36 @@ def test_its_pod_serves_the_node_and_is_replaced_under_readers(kubelet: Kubelet,
     cri.remove_pod(pod)
     cri.remove_image(ref)
     kubelet.delete()
+
+
+def test_elastic_daemon_and_gateway_have_all_they_need(kubelet: Kubelet) -> None:
+    """They run with the capabilities, the read-only root and the mounts that their manifests give them, and no more."""
+    node, cri = kubelet.node, kubelet.cri
+    port = free_port()
+    settings = f"""
+[run]
+address = "{node.containerd.socket}"
+[elastic.serve]
+root = "{node.root}/elastic"
+socket = "{node.run}/e.sock"
+[nri]
+enabled = false
+[gateway]
+address = "127.0.0.1:{port}"
+plans = ["/etc/weenv/plans"]
+"""
+    elastic = Kubelet(node, cri, kubelet.image, "elastic", settings)
+    elastic.wait(elastic.start(), lambda: connects(f"{node.run}/e.sock"))
+    gateway = Kubelet(node, cri, kubelet.image, "gateway", settings)
+
+    def answers() -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/v2/", timeout=5) as answer:
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    gateway.wait(gateway.start(), answers)
+    for each in (elastic, gateway):
+        assert not [line for line in each.log().splitlines() if '"error"' in line or "Traceback" in line], each.log()
+        each.delete()

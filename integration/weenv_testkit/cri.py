@@ -78,7 +78,14 @@ SCHEMA = Schema(
         "RunPodSandboxRequest": {"config": (1, "PodSandboxConfig"), "runtime_handler": (2, "string")},
         "PodSandboxId": {"pod_sandbox_id": (1, "string")},
         "ContainerMetadata": {"name": (1, "string"), "attempt": (2, "uint32")},
-        "LinuxContainerSecurityContext": {"privileged": (2, "bool"), "namespace_options": (3, "NamespaceOption")},
+        "Capability": {"add_capabilities": (1, "repeated string"), "drop_capabilities": (2, "repeated string")},
+        "LinuxContainerSecurityContext": {
+            "capabilities": (1, "Capability"),
+            "privileged": (2, "bool"),
+            "namespace_options": (3, "NamespaceOption"),
+            "readonly_rootfs": (7, "bool"),
+            "no_new_privs": (11, "bool"),
+        },
         "KeyValue": {"key": (1, "string"), "value": (2, "string")},
         "Mount": {
             "container_path": (1, "string"),
@@ -253,8 +260,12 @@ class Cri:
         memory: int = 0,
         mounts: Sequence[Any] = (),
         environment: Mapping[str, str] | None = None,
+        security: Mapping[str, Any] | None = None,
     ) -> str:
-        """CreateContainer and StartContainer; the container's id. ``cpu`` (cores) and ``memory`` (bytes): limits; 0: none."""
+        """CreateContainer and StartContainer; the container's id. ``cpu`` (cores) and ``memory`` (bytes): limits; 0: none.
+
+        ``security``: further fields of its LinuxContainerSecurityContext.
+        """
         sandbox = pod.config.linux.security_context
         config = SCHEMA["ContainerConfig"](
             metadata=SCHEMA["ContainerMetadata"](name=f"c-{secrets.token_hex(4)}"),
@@ -265,7 +276,7 @@ class Cri:
             envs=[SCHEMA["KeyValue"](key=key, value=value) for key, value in (environment or {}).items()],
             linux=SCHEMA["LinuxContainerConfig"](
                 security_context=SCHEMA["LinuxContainerSecurityContext"](
-                    namespace_options=sandbox.namespace_options, privileged=sandbox.privileged
+                    namespace_options=sandbox.namespace_options, privileged=sandbox.privileged, **(security or {})
                 )
             ),
         )

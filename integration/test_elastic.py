@@ -29,7 +29,8 @@ BOOST = 4 * START
 LONG = 90
 """Seconds that anything may take on a machine that is busy."""
 BURN = "while :; do if [ -e /tmp/calm ]; then exec sleep 1000; else i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done; fi; done"
-"""Uses a core until /tmp/calm is there. Then it makes nothing: a process every 100 ms is pressure where 5 ms of CPU are all it has."""
+"""Uses a core until /tmp/calm is there. Then it makes nothing: a process every 100 ms is pressure where all it has are 5 ms of
+CPU."""
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +200,34 @@ def test_containers_of_others_are_managed_where_they_say_so(elastic: Elastic, be
         for container in (quiet, told, nonsense):
             containerd.remove_container(container)
         containerd.remove_image(image)
+
+
+def test_a_limit_of_processes_is_raised_before_it_is_reached(elastic: Elastic, node: Node, store: Store) -> None:
+    image = store.plain("small")
+    node.containerd.pull(image, snapshotter="overlayfs")
+    many = "i=0; while [ $i -lt 30 ]; do sleep 1000 & i=$((i+1)); done; wait"
+    labels = ("weenv.dev/pids.start=36", "weenv.dev/pids.max=100")
+    name = node.containerd.run_detached(
+        image, "sh", "-c", many, snapshotter="overlayfs", flags=[part for label in labels for part in ("--label", label)]
+    )
+    try:
+        wait_until("both changes to be told", lambda: len(elastic.events("pids", name)) == 2, LONG)
+        told = [(event["before"], event["limit"]) for event in elastic.events("pids", name)]
+        assert told == [(None, 36), (36, 72)] and elastic.number("pids", name, "pids.max") == 72
+        wait_until("top to show it", lambda: (row := elastic.row(name)) and row["pids"] == [31, 72], LONG)
+    finally:
+        node.containerd.remove_container(name)
+        node.containerd.remove_image(image)
+
+
+def test_unused_quota_can_be_saved_for_a_burst(elastic: Elastic, bench: Bench, plan: str) -> None:
+    name = start(bench, plan, BURN)
+    file = "cpu.max.burst" if V2 else "cpu.cfs_burst_us"
+    wait_until("the burst", lambda: elastic.number("cpu", name, file) == round(START / 2 * 100_000), LONG)
+    row = elastic.row(name)
+    assert row is not None and row["burst"] == START / 2
+    wait_until("a boost, beside which it stays", lambda: elastic.cores(name) >= BOOST, LONG)
+    assert elastic.number("cpu", name, file) == round(START / 2 * 100_000)
 
 
 def test_what_happened_while_containerd_was_away_is_found_out(elastic: Elastic, bench: Bench, plan: str, node: Node) -> None:

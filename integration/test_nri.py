@@ -193,7 +193,7 @@ def test_nonsense_in_annotations_is_named_and_the_default_holds(node: Node) -> N
         assert "weenv.dev/role must be task or evaluation or service, not 'king'" in log
 
 
-@pytest.mark.parametrize("way", ["tasks", "cri"])
+@pytest.mark.parametrize("way", ["tasks", "cri", "nri"])
 def test_the_daemon_raises_the_quota_of_a_busy_pod(node: Node, way: str) -> None:
     home = node.containerd.home
     settings = f'[elastic.serve]\naddress = "{node.containerd.socket}"\nroot = "{home}/el"\nsocket = "{home}/e.sock"\n'
@@ -207,6 +207,8 @@ def test_the_daemon_raises_the_quota_of_a_busy_pod(node: Node, way: str) -> None
         cpu, memory = node.limits(busy)
         assert cpu is not None and cpu <= 1.5 and memory == 256 * MIB
         assert node.limits(idle) == (0.25, GIB)  # nobody asked for it
+        # Neither line has an NRI that takes updates at any time.
+        assert (f"changed by tasks (containerd {node.containerd.line}" in process.log_text()) == (way == "nri")
         assert "WARNING" not in process.log_text() and "ERROR" not in process.log_text()
 
 

@@ -30,10 +30,10 @@ def test_each_controller_is_found_where_it_is() -> None:
     base = "/sys/fs/cgroup"
     assert locate(V1, OF_V1) == Paths(
         f"{base}/cpu,cpuacct/weenv/a", f"{base}/cpu,cpuacct/weenv/a", f"{base}/memory/weenv/a", f"{base}/unified/weenv/a",
-        True, True,
+        True, True, f"{base}/unified/weenv/a",
     )  # fmt: skip
     whole = f"{base}/kubepods/pod1/c"
-    assert locate(V2, "0::/kubepods/pod1/c\n") == Paths(whole, "", whole, whole, False, False)
+    assert locate(V2, "0::/kubepods/pod1/c\n") == Paths(whole, "", whole, whole, False, False, whole)
     # A machine whose memory controller was moved to v2 while CPU stayed on v1.
     mixed = "".join(line + "\n" for line in V1.splitlines() if "memory" not in line)
     found = locate(mixed, "2:cpu,cpuacct:/x/y\n0::/x/y\n")
@@ -219,3 +219,19 @@ def test_no_bytes_in_a_pressure_file_do_harm(data: bytes) -> None:
     except CgroupUnreadable:
         return
     assert isinstance(some, int) and (full is None or isinstance(full, int))
+
+
+@pytest.mark.parametrize(("version", "name"), [(1, "cpu.cfs_burst_us"), (2, "cpu.max.burst")])
+def test_burst_is_set_where_the_kernel_has_it_and_read_back(tmp_path: Path, version: int, name: str) -> None:
+    group = Cgroup(str(tmp_path / "c"), version, cpu=0.5)
+    reader = Reader(group.paths)
+    try:
+        assert reader.set_burst(0.25) == 0.0, "no such file"
+        file = tmp_path / "c" / name
+        file.write_text("0\n")
+        assert reader.set_burst(0.25) == 0.25 and file.read_text().startswith("25000")
+        group.cpu = 0.0  # none
+        group.write()
+        assert reader.set_burst(0.25) == 0.0, "without a quota there is nothing to save"
+    finally:
+        reader.close()

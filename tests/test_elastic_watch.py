@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weenv.plugin.containerd.runtime import Container
@@ -76,6 +76,7 @@ def test_nonsense_is_named_and_ignored() -> None:
     )
 
 
+@settings(deadline=None)
 @given(
     st.dictionaries(
         st.sampled_from([labels.CPU_START, labels.MEMORY_MAX, labels.ROLE, labels.ELASTIC, labels.CEILING]), st.text()

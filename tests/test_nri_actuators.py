@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,11 +13,12 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from simulator.nriruntime import SCHEMA, NriRuntime
+from simulator.nriruntime import SCHEMA, NriRuntime, Peer
 
 from weenv.core.proto import Schema
 from weenv.plugin.containerd.client import Client
 from weenv.plugin.nri.actuate import EnvGone, Refused
+from weenv.plugin.nri.actuators.chosen import ByNamespace, NriWhereSafe
 from weenv.plugin.nri.actuators.cri import CriUpdates
 from weenv.plugin.nri.actuators.nri import NriUpdates
 from weenv.plugin.nri.actuators.own import OwnUpdates
@@ -144,3 +147,73 @@ async def test_nri_only_where_it_is_safe(tmp_path: Path) -> None:
                 await asked
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+class Others:
+    """An actuator that remembers what it was asked."""
+
+    name = "tasks"
+
+    def __init__(self) -> None:
+        self.asked: list[EnvKey] = []
+
+    async def apply(self, key: EnvKey, cpu: float | None, memory: int | None, swap: int | None) -> None:
+        self.asked.append(key)
+
+
+async def test_nri_is_chosen_by_what_the_runtime_is_and_tasks_otherwise(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "weenv")
+    others = Others()
+    chosen = NriWhereSafe(others)
+    config = NriConfig(socket=str(tmp_path / "nri.sock"), reconnect_after=0.05)
+    plugin = NriPlugin(StartingQuotas(), config, ElasticConfig())
+    actuator = ByNamespace(chosen, others)
+    await actuator.apply(KEY, 1.0, None, None)  # before there is a plugin
+    chosen.use(plugin)
+    await actuator.apply(KEY, 1.0, None, None)  # before it is connected
+    async with NriRuntime(config.socket) as runtime:
+        task = asyncio.ensure_future(plugin.run())
+        peer = await runtime.peer()
+        await peer.start(version="2.1.9")
+        await actuator.apply(KEY, 1.0, None, None)
+        assert others.asked == 3 * [KEY] and "changed by tasks (containerd 2.1.9)" in caplog.text
+        peer.close()
+        peer = await runtime.peer()
+        await peer.start(version="2.4.0", nri="v0.12.2")
+        asked = asyncio.ensure_future(actuator.apply(KEY, 1.0, None, None))
+        stream, method, _ = await peer.take()
+        peer.reply(stream)
+        await asked
+        assert method == "UpdateContainers" and "changed by NRI (containerd 2.4.0)" in caplog.text
+        await actuator.apply(EnvKey("default", "x"), 1.0, None, None)
+        assert others.asked == [*3 * [KEY], EnvKey("default", "x")]
+        asked = asyncio.ensure_future(actuator.apply(KEY, 1.0, None, None))
+        await peer.take()
+        peer.close()
+        with pytest.raises(Refused) as caught:
+            await asked
+        assert caught.value.again
+        await actuator.apply(KEY, 1.0, None, None)  # as the retry does
+        assert others.asked[-1] == KEY and len(others.asked) == 5
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+async def test_nri_over_the_connection_of_a_launched_plugin() -> None:
+    ours, theirs = socket.socketpair()
+    peer = Peer(*await asyncio.open_unix_connection(sock=theirs))
+    plugin = NriPlugin(StartingQuotas(), NriConfig(), ElasticConfig())
+    chosen = NriWhereSafe(Others())
+    chosen.use(plugin)
+    task = asyncio.ensure_future(plugin.run_launched(ours.detach()))
+    await peer.start(version="2.4.0", nri="v0.12.2")
+    asked = asyncio.ensure_future(chosen.apply(KEY, None, GIB, None))
+    stream, method, payload = await peer.take()
+    (update,) = SCHEMA["UpdateContainersRequest"].FromString(payload).update
+    assert (method, update.linux.resources.memory.limit.value) == ("UpdateContainers", GIB)
+    peer.reply(stream)
+    await asked
+    await peer.finish()
+    assert await asyncio.wait_for(task, 5) == "the runtime closed the connection"

@@ -24,6 +24,7 @@ start_memory = 67108864
 calm_after = 1.0
 hold = 1.0
 step_every = 0.5
+burst = 0.5
 [elastic.memory]
 calm_after = 1.0
 hold = 1.0
@@ -38,7 +39,7 @@ cpu = {cpus}
 [nri]
 enabled = false
 """
-"""As delivered, but for a patience that tests can wait for, and two cores that can be promised wherever there is one."""
+"""As delivered, but for a patience that tests can wait for, CPU burst, and two cores to be promised where there is one."""
 
 
 class Elastic(Daemon):

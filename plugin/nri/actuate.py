@@ -77,14 +77,20 @@ class TaskUpdates:
 
     async def apply(self, key: EnvKey, cpu: float | None, memory: int | None, swap: int | None) -> None:
         """See :class:`Actuator`."""
+        await self._update(key, resources(cpu, memory, swap))
+
+    async def pids(self, key: EnvKey, limit: int) -> None:
+        """Limit the processes of a container. Raises EnvGone, Refused."""
+        await self._update(key, {"pids": {"limit": limit}})
+
+    async def _update(self, key: EnvKey, made: dict[str, Any]) -> None:
         tasks = Tasks(self._client.namespace(key.namespace))
         try:
-            await tasks.update(key.container_id, resources(cpu, memory, swap), deadline=self._deadline)
+            await tasks.update(key.container_id, made, deadline=self._deadline)
         except ContainerdError as error:
             if error.code == "NOT_FOUND":
                 raise EnvGone(f"{key} has ended") from error
             raise Refused(f"{key}: {error.message}", again=error.code in _RETRY) from error
-
 
     async def end(self, key: EnvKey) -> None:
         """Kill all processes of a container. Raises EnvGone, Refused."""

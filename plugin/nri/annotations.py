@@ -1,7 +1,8 @@
 """What labels and annotations say of an environment's quota. Pure; they are others' input, so nonsense is named and ignored.
 
 ``weenv.dev/cpu.start``, ``weenv.dev/cpu.max`` (``2``, ``0.5``, ``500m``), ``weenv.dev/memory.start``,
-``weenv.dev/memory.max`` (``512Mi``, ``2G``, bytes), ``weenv.dev/role`` (``task``, ``evaluation``, ``service``) and
+``weenv.dev/memory.max`` (``512Mi``, ``2G``, bytes), ``weenv.dev/pids.start``, ``weenv.dev/pids.max`` (processes),
+``weenv.dev/role`` (``task``, ``evaluation``, ``service``) and
 ``weenv.dev/elastic`` (``true``, ``false``).
 """
 
@@ -14,7 +15,10 @@ from typing import Any
 from weenv.core.units import parse_bytes, parse_cores
 from weenv.plugin.nri import labels
 from weenv.plugin.nri.config import ElasticConfig
-from weenv.plugin.nri.model import Bounds, Role
+from weenv.plugin.nri.model import Bounds, PidsBounds, Role
+
+MOST_PIDS = 1 << 22
+"""The kernel has no more (include/linux/threads.h, PID_MAX_LIMIT)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,7 @@ class Wanted:
     start_memory: int = 0
     max_cpu: float = 0.0
     max_memory: int = 0
+    pids: PidsBounds | None = None
     role: Role = Role.TASK
     elastic: bool | None = None
     complaints: tuple[str, ...] = ()
@@ -67,6 +72,17 @@ def parse(said: Mapping[str, str]) -> Wanted:
     for name, start, top in (("cpu", start_cpu, max_cpu), ("memory", start_memory, max_memory)):
         if top and start > top:
             complaints.append(f"{labels.PREFIX}{name}.start is above {labels.PREFIX}{name}.max; it is cut to that")
+    pids = {}
+    for name in (labels.PIDS_START, labels.PIDS_MAX):
+        text = said.get(name, "0")
+        pids[name] = int(text) if len(text) <= 7 and text.isascii() and text.isdigit() else 0
+        if name in said and not 1 <= pids[name] <= MOST_PIDS:
+            complain(name, f"a number of processes from 1 to {MOST_PIDS}")
+            pids[name] = 0
+    first, most = pids.values()
+    if most and first > most:
+        complaints.append(f"{labels.PIDS_START} is above {labels.PIDS_MAX}; it is cut to that")
+    top = most or first
     role = Role.TASK
     if labels.ROLE in said:
         try:
@@ -76,7 +92,8 @@ def parse(said: Mapping[str, str]) -> Wanted:
     elastic = {"true": True, "false": False}.get(said.get(labels.ELASTIC, ""))
     if elastic is None and labels.ELASTIC in said:
         complain(labels.ELASTIC, "true or false")
-    return Wanted(start_cpu, start_memory, max_cpu, max_memory, role, elastic, tuple(complaints))
+    bounds = PidsBounds(min(first, top), top) if top else None
+    return Wanted(start_cpu, start_memory, max_cpu, max_memory, bounds, role, elastic, tuple(complaints))
 
 
 def plan_ceiling(label: str) -> tuple[float, int]:

@@ -56,6 +56,7 @@ class Paths:
     unified: str
     cpu_v1: bool
     memory_v1: bool
+    pids: str = ""
 
 
 def hierarchies(mountinfo: str) -> tuple[dict[str, tuple[str, str]], tuple[str, str] | None]:
@@ -116,7 +117,7 @@ def locate(mountinfo: str, membership: str, *, inside: str = "") -> Paths:
             "the cgroups for CPU and memory of a process cannot be seen from here",
             hint="run the daemon in the host's cgroup namespace, with /sys/fs/cgroup mounted",
         )
-    return Paths(cpu, account if cpu_v1 else "", memory, pressure, cpu_v1, memory_v1)
+    return Paths(cpu, account if cpu_v1 else "", memory, pressure, cpu_v1, memory_v1, directory("pids")[0])
 
 
 def _upper(path: str, inside: str) -> str:
@@ -391,14 +392,36 @@ class Reader:
         if self.paths.memory_v1:
             return False
         text = b"max" if value >= UNLIMITED_MEMORY else str(value).encode()
-        if not self._write("memory.high", text):
+        if not self._write(self.paths.memory, "memory.high", text):
             return False
         self._high = value
         return True
 
-    def _write(self, name: str, data: bytes) -> bool:
+    def set_burst(self, cores: float) -> float:
+        """Let quota that is not used be saved up to so many cores of one period (``cpu.max.burst``, v1 ``cpu.cfs_burst_us``).
+
+        What is in force then, read back: 0 where there is no quota, the kernel has no such file (Linux 5.14) or refuses.
+        """
+        name = "cpu.cfs_burst_us" if self.paths.cpu_v1 else "cpu.max.burst"
+        period = self._period()
+        if not math.isfinite(self.limits().cpu) or not self._write(self.paths.cpu, name, b"%d" % round(cores * period)):
+            return 0.0
         try:
-            fd = os.open(os.path.join(self.paths.memory, name), os.O_WRONLY | os.O_CLOEXEC)
+            with open(os.path.join(self.paths.cpu, name), "rb") as file:
+                return _number(file.read()) / period
+        except OSError:
+            return 0.0
+
+    def _period(self) -> int:
+        """Microseconds of a quota period."""
+        if self.paths.cpu_v1:
+            return max(1, _number(self._read(self._cpu_period)))
+        return max(1, _number(self._read(self._cpu_quota).split()[-1]))
+
+    @staticmethod
+    def _write(directory: str, name: str, data: bytes) -> bool:
+        try:
+            fd = os.open(os.path.join(directory, name), os.O_WRONLY | os.O_CLOEXEC)
         except OSError:
             return False
         try:
@@ -411,7 +434,9 @@ class Reader:
     def reclaim(self, amount: int) -> bool:
         """Have the kernel free so many bytes of this group (v2 ``memory.reclaim``, Linux 5.19); False where it cannot, or not
         all of them. Blocking: it may have to write pages first."""
-        return not self.paths.memory_v1 and amount > 0 and self._write("memory.reclaim", str(amount).encode())
+        return (
+            not self.paths.memory_v1 and amount > 0 and self._write(self.paths.memory, "memory.reclaim", str(amount).encode())
+        )
 
     def trigger(self, kind: str, stall_us: int, window_us: int) -> int | None:
         """A descriptor that has POLLPRI when somebody waited ``stall_us`` within ``window_us`` for ``cpu`` or ``memory``.

@@ -69,6 +69,10 @@ class CpuRules:
     """A step down leaves this share of the quota."""
     headroom: float = 1.25
     """A step down leaves this many times the highest use of the calm time."""
+    burst: float = 0.0
+    """CPU burst (`cpu.max.burst`, Linux 5.14): of its start quota, the share that an environment may save up while it does
+    not use it, and use besides its quota in one period: a short command after some thinking is then not throttled. 0: left
+    as it is. Not the default, since the kernel refuses limits below it, also to a container's owner when no daemon runs."""
 
     def __post_init__(self) -> None:
         _within("elastic.cpu", self, 0.01, 1.0, "pressed_throttled", "pressed_use", "severe_throttled", "severe_pressure")
@@ -77,6 +81,7 @@ class CpuRules:
         _within("elastic.cpu", self, 0.1, 0.95, "step")
         _within("elastic.cpu", self, 0.0, 1.0, "tight_free", "tight")
         _within("elastic.cpu", self, 1.0, 10.0, "headroom")
+        _within("elastic.cpu", self, 0.0, 1.0, "burst")
         _within("elastic.cpu", self, 0.0, self.step * self.pressed_use, "calm_use")
         if self.severe_throttled < self.pressed_throttled:
             raise ConfigError("elastic.cpu.severe_throttled must not be below pressed_throttled")
@@ -205,6 +210,9 @@ class ElasticConfig:
     """Most cores that an environment gets; its own spec's limit is a ceiling too."""
     ceiling_memory: int = 32 * GIB
     """Most memory that an environment gets; its own spec's limit is a ceiling too."""
+    pids_use: float = 0.75
+    """A limit of processes that may grow (`weenv.dev/pids.max`) is doubled when this share of it is in use, or a fork was
+    refused. Looked at once a second; a quarter is what a build's next step may start meanwhile."""
     cpu: CpuRules = field(default_factory=CpuRules)
     memory: MemoryRules = field(default_factory=MemoryRules)
     admission: AdmissionRules = field(default_factory=AdmissionRules)
@@ -214,6 +222,7 @@ class ElasticConfig:
         _within("elastic", self, 0.01, 60.0, "interval")
         _within("elastic", self, self.interval, 600.0, "idle_interval")
         _within("elastic", self, 0.0, 1000.0, "idle_use")
+        _within("elastic", self, 0.01, 1.0, "pids_use")
         _within("elastic", self, 0.01, 1e5, "start_cpu", "ceiling_cpu")
         _within("elastic", self, 4 * MIB, 1 << 60, "start_memory", "ceiling_memory")
         if self.ceiling_cpu < self.start_cpu:

@@ -28,6 +28,7 @@ from weenv.plugin.nri.journal import Kind
 from weenv.plugin.nri.managed import Env
 from weenv.plugin.nri.metrics import Metrics
 from weenv.plugin.nri.model import UNLIMITED_MEMORY, Decision, EnvKey, NodeView, Quota, Reason, Sample
+from weenv.plugin.nri.pids import Keeper
 from weenv.plugin.nri.policy import applied, begin, decide, lowest, taken_back
 from weenv.plugin.nri.record import Record
 from weenv.plugin.nri.wake import Triggers
@@ -54,7 +55,8 @@ _STARVING = frozenset({Reason.NODE_FULL, Reason.CUT_SHORT})
 
 
 class Controller:
-    """Everything about the environments of one node. ``end`` kills one, ``opened`` opens its cgroup, ``clock`` is monotonic."""
+    """Everything about the environments of one node. ``end`` kills one, ``processes`` limits its number of
+    processes, ``opened`` opens its cgroup, ``clock`` is monotonic."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class Controller:
         metrics: Metrics,
         *,
         end: Callable[[EnvKey], Awaitable[None]],
+        processes: Callable[[EnvKey, int], Awaitable[None]] | None = None,
         opened: Callable[[Found], Reader] = lambda found: Reader(find(found.pid, inside=found.cgroup)),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,6 +87,7 @@ class Controller:
         """The slot that is slept for."""
         self._changing = asyncio.Semaphore(CHANGES)
         self._background = Background()
+        self._pids = Keeper(processes, record, self._background, config.pids_use) if processes is not None else None
         self._triggers = Triggers(self._pressed)
         self._view: NodeView | None = None
         self._peeks = self._samples = 0
@@ -192,6 +196,8 @@ class Controller:
         self.metrics.environments.set(len(self._envs))
         if goal != quota:
             self._begin_change(env, goal, None, Reason.FIRST)
+        else:
+            self._save_up(env)
         self._plan(env, now + (hash(found.key) % 4) * GRAIN)
 
     def ended(self, key: EnvKey, status: int | None) -> None:
@@ -275,6 +281,8 @@ class Controller:
 
     def _look(self, env: Env, now: float) -> float:
         """Seconds until the next look."""
+        if self._pids is not None and env.state.bounds.pids is not None:
+            self._pids.look(env, env.state.bounds.pids, now)
         config = self._plain if env.reader.paths.memory_v1 else self.config
         if env.resting and now - env.sampled < STAT_EVERY and env.state.last is not None:
             since = env.rested[0] if env.rested is not None else env.sampled
@@ -370,6 +378,7 @@ class Controller:
                 outcome = await change(self._actuator, env.reader, env.key, quota, self._clock(), self.config.memory)
             if env.alive():
                 self._brake(env, high)
+                self._save_up(env)
         except (EnvGone, CgroupGone):
             return  # its end is told by containerd
         except WeenvError as error:
@@ -403,6 +412,12 @@ class Controller:
         """``memory.high`` goes with the limit where the kernel has it; otherwise it stays with what was asked for."""
         env.high = high
         env.reader.set_high(UNLIMITED_MEMORY if high is None else high)
+
+    def _save_up(self, env: Env) -> None:
+        """Once its quota is its start or more, which it stays: the kernel takes no burst above the quota."""
+        share = self.config.cpu.burst
+        if share and env.burst is None:
+            env.burst = env.reader.set_burst(share * env.state.bounds.start.cpu)
 
     def _end(self, env: Env, sample: Sample) -> None:
         """End an environment for memory, once."""

@@ -26,7 +26,7 @@ MIN_CPU = 0.01
 MIN_MEMORY = 6 << 20
 """Bytes; with less, runc has no room to start a process (docker asks for as much)."""
 
-_SIZES = (labels.CPU_START, labels.CPU_MAX, labels.MEMORY_START, labels.MEMORY_MAX)
+_SIZES = (labels.CPU_START, labels.CPU_MAX, labels.MEMORY_START, labels.MEMORY_MAX, labels.PIDS_START, labels.PIDS_MAX)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,8 @@ def asked(
         min(wanted.max_cpu or own_cpu, own_cpu or wanted.max_cpu),
         min(wanted.max_memory or own_memory, own_memory or wanted.max_memory),
     )
+    if wanted.pids is not None:
+        bounds = replace(bounds, pids=wanted.pids)
     managed = always or any(name in said for name in _SIZES)
     if wanted.elastic is not None:
         managed = wanted.elastic
@@ -94,8 +96,9 @@ def _cores(value: float) -> str:
 
 def recorded(found: Asked) -> dict[str, str]:
     """Annotations of a managed container: it is then known for what it is without its pod, which only NRI shows."""
-    start = found.bounds.start
-    return {
+    start, pids = found.bounds.start, found.bounds.pids
+    of_pids = {labels.PIDS_START: str(pids.start or pids.ceiling), labels.PIDS_MAX: str(pids.ceiling)} if pids else {}
+    return of_pids | {
         RECORD: record_of(found.bounds),
         labels.ELASTIC: "true",
         labels.ROLE: found.role.value,

@@ -19,6 +19,7 @@ from weenv.core.errors import ConfigError
 from weenv.core.process import only_instance, until_stopped
 from weenv.plugin.containerd.client import Client
 from weenv.plugin.nri.actuate import Actuator, TaskUpdates
+from weenv.plugin.nri.actuators.chosen import ByNamespace, NriWhereSafe
 from weenv.plugin.nri.actuators.cri import CriUpdates
 from weenv.plugin.nri.actuators.own import OwnUpdates
 from weenv.plugin.nri.admission import Ledger
@@ -28,9 +29,8 @@ from weenv.plugin.nri.controller import Controller
 from weenv.plugin.nri.criquotas import CriQuotas
 from weenv.plugin.nri.journal import DECISIONS, EVENTS, Journal, Kind
 from weenv.plugin.nri.metrics import Metrics
-from weenv.plugin.nri.model import EnvKey, Resources
+from weenv.plugin.nri.model import Resources
 from weenv.plugin.nri.nriconfig import NriConfig
-from weenv.plugin.nri.nrihandler import CRI_NAMESPACE
 from weenv.plugin.nri.nriplugin import NriPlugin
 from weenv.plugin.nri.record import Record
 from weenv.plugin.nri.serveconfig import ServeConfig
@@ -40,21 +40,6 @@ from weenv.systemd import notify
 log = logging.getLogger(__name__)
 
 _WHAT = "daemon of elastic provisioning"
-
-
-class ByNamespace:
-    """CRI's containers through CRI, all others through Tasks.Update."""
-
-    name = "cri"
-
-    def __init__(self, cri: Actuator, others: Actuator) -> None:
-        self._cri = cri
-        self._others = others
-
-    async def apply(self, key: EnvKey, cpu: float | None, memory: int | None, swap: int | None) -> None:
-        """See :class:`weenv.plugin.nri.actuate.Actuator`."""
-        chosen = self._cri if key.namespace == CRI_NAMESPACE else self._others
-        await chosen.apply(key, cpu, memory, swap)
 
 
 def capacity() -> Resources:
@@ -74,6 +59,8 @@ async def serve(
     """
     if os.geteuid() != 0:
         raise ConfigError("only root can change limits of containers", hint="start it as root")
+    if config.cri_updates == "nri" and not nri.enabled:
+        raise ConfigError('elastic.serve.cri_updates = "nri" needs nri.enabled', hint="enable it, or say tasks or cri")
     inherited = notify.take_socket("elastic")
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a dozen descriptors an environment
@@ -91,9 +78,11 @@ async def serve(
         exits.push_async_callback(record.close)
         own = OwnUpdates()
         tasks = TaskUpdates(client)
-        actuator: Actuator = ByNamespace(CriUpdates(client, own=own), tasks) if config.cri_updates == "cri" else tasks
+        by_nri = NriWhereSafe(tasks)
+        ways: dict[str, Actuator] = {"tasks": tasks, "cri": CriUpdates(client, own=own), "nri": by_nri}
+        actuator = ByNamespace(ways[config.cri_updates], tasks)
         ledger = Ledger(capacity(), elastic.admission)
-        controller = Controller(elastic, ledger, actuator, record, metrics, end=tasks.end)
+        controller = Controller(elastic, ledger, actuator, record, metrics, end=tasks.end, processes=tasks.pids)
         exits.push_async_callback(controller.close)
         control = Control(controller)
         await control.start(config.socket, inherited)
@@ -105,7 +94,9 @@ async def serve(
         watcher.on_listed = listed.set
         work = [controller.run(), watcher.run()]
         if nri.enabled:
-            work.append(NriPlugin(CriQuotas(controller), nri, elastic, own_updates=own).run())
+            plugin = NriPlugin(CriQuotas(controller), nri, elastic, own_updates=own)
+            by_nri.use(plugin)
+            work.append(plugin.run())
         running: list[asyncio.Future[Any]] = [asyncio.ensure_future(item) for item in work]
         exits.push_async_callback(_end, running)
         signs = asyncio.ensure_future(notify.watchdog())

@@ -44,6 +44,8 @@ class Kind(enum.StrEnum):
     """Its limits were changed: ``before``, ``quota`` (read back), ``reason``, ``took`` (seconds)."""
     REFUSED = "refused"
     """They could not be changed as asked; ``message``, ``asked``, ``quota`` in force."""
+    PIDS = "pids"
+    """Its limit of processes was raised: ``before`` (null: none), ``limit`` (read back), ``current``, ``refused`` forks."""
     STARVED = "starved"
     """It wants more than the node can give, told again only after it did not for a while; ``reason``."""
     DRIFT = "drift"

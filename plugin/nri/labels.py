@@ -15,6 +15,8 @@ CPU_START = PREFIX + "cpu.start"
 CPU_MAX = PREFIX + "cpu.max"
 MEMORY_START = PREFIX + "memory.start"
 MEMORY_MAX = PREFIX + "memory.max"
+PIDS_START = PREFIX + "pids.start"
+PIDS_MAX = PREFIX + "pids.max"
 ROLE = PREFIX + "role"
 
 ENDED = PREFIX + "ended"

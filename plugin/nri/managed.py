@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from weenv.plugin.nri.cgroups import Reader
-from weenv.plugin.nri.model import UNLIMITED_MEMORY, EnvKey, EnvState, Quota, Reason, Sample
+from weenv.plugin.nri.model import UNLIMITED_MEMORY, EnvKey, EnvState, Pids, Quota, Reason, Sample
 from weenv.plugin.nri.watch import Found
 
 
@@ -15,9 +15,9 @@ class Env:
     """All that is known of an environment; plain state of the controller's event loop. Times are monotonic."""
 
     __slots__ = (
-        "began", "blind", "changed_at", "changing", "checked", "complained", "emergency", "found", "gone", "high", "key",
-        "noted", "oom_kills", "pause", "peak", "previous", "reader", "rested", "resting", "sampled", "slot", "starved_s",
-        "starving", "state", "tier", "triggers", "usage", "why", "why_at",
+        "began", "blind", "burst", "changed_at", "changing", "checked", "complained", "emergency", "found", "gone", "high",
+        "key", "noted", "oom_kills", "pause", "peak", "pids", "pids_due", "previous", "reader", "rested", "resting", "sampled",
+        "slot", "starved_s", "starving", "state", "tier", "triggers", "usage", "why", "why_at",
     )  # fmt: skip
 
     def __init__(self, found: Found, reader: Reader, state: EnvState, now: float) -> None:
@@ -59,6 +59,11 @@ class Env:
         self.gone = False
         self.noted = -math.inf
         self.triggers: list[int] = []
+        self.burst: float | None = None
+        """Cores of CPU burst in force; None: not set yet."""
+        self.pids: Pids | None = None
+        """Its processes at the last look, where they are looked at."""
+        self.pids_due = 0.0
 
     def alive(self) -> bool:
         """Whether it is still managed; to be asked again after every await."""
@@ -111,6 +116,8 @@ class Env:
             "changing": self.changing is not None,
             "starved_s": round(self.starved_s, 1),
             "oom_kills": self.oom_kills,
+            "burst": self.burst or 0.0,
+            "pids": [self.pids.current, self.pids.limit or None] if self.pids is not None else None,
         }
 
 

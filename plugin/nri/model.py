@@ -42,12 +42,31 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
+class Pids:
+    """A look at processes. ``limit`` 0: none. ``refused``: forks refused for it since the group was made."""
+
+    current: int
+    limit: int
+    refused: int
+
+
+@dataclass(frozen=True, slots=True)
+class PidsBounds:
+    """A limit of processes: where it starts (0: at what the container has) and how far it may be raised."""
+
+    start: int
+    ceiling: int
+
+
+@dataclass(frozen=True, slots=True)
 class Bounds:
     """Where an environment's quota starts and how far it may move: ``0 < floor <= start <= ceiling`` in both."""
 
     start: Quota
     ceiling: Quota
     floor: Quota
+    pids: PidsBounds | None = None
+    """None: its limit of processes is nobody's business here."""
 
 
 @dataclass(frozen=True, slots=True)

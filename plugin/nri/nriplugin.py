@@ -200,6 +200,11 @@ class NriPlugin:
 
     # -- updates at any time ----------------------------------------------------------------------------------------
 
+    @property
+    def may_update(self) -> bool:
+        """Whether :meth:`update` is possible now."""
+        return self._connection is not None and self.synchronized.is_set() and self.runtime.takes_updates
+
     async def update(self, updates: Sequence[Update]) -> list[str]:
         """Change running containers by NRI's UpdateContainers; ids of those that the runtime failed to change.
 

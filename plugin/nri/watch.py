@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from weenv.core.errors import WeenvError
@@ -72,7 +72,7 @@ def wanted(container: Container, namespace: str, namespaces: frozenset[str], con
     if labels.CEILING in container.labels:  # of weenv run: its limits are what it starts with
         said = parse(said_by(container.labels))
         top_cpu, top_memory = plan_ceiling(container.labels[labels.CEILING])
-        bounds = config.bounds(cpu, memory, top_cpu, top_memory)
+        bounds = replace(config.bounds(cpu, memory, top_cpu, top_memory), pids=said.pids)
         found = Asked(bounds, said.role, said.elastic is not False, said.complaints)
     else:
         # What nobody said anything about stays out of a whole namespace's rule only by weenv.dev/elastic=false.

@@ -120,7 +120,7 @@ class Cgroup:
         """For a Reader."""
         old = self.version == 1
         unified = self.directory if self.psi else ""
-        return Paths(self.directory, self.directory if old else "", self.directory, unified, old, old)
+        return Paths(self.directory, self.directory if old else "", self.directory, unified, old, old, self.directory)
 
     def _put(self, name: str, text: str) -> None:
         # In place: the Reader's descriptors stay on the same file, as on kernfs.

@@ -27,6 +27,6 @@ class NriUpdates:
         try:
             failed = await self._plugin.update([Update(key.container_id, cpu, memory)])
         except NriUnavailable as error:
-            raise Refused(f"{key}: {error.message}", hint=error.hint) from error
+            raise Refused(f"{key}: {error.message}", again=True, hint=error.hint) from error
         if failed:
             raise Refused(f"{key}: the runtime refused the update")

@@ -16,7 +16,7 @@ from simulator.cgroup import Cgroup
 from weenv.core.aio import Background
 from weenv.plugin.nri import pids
 from weenv.plugin.nri.actuate import EnvGone, Refused
-from weenv.plugin.nri.annotations import MOST_PIDS, parse
+from weenv.plugin.nri.annotations import MOST_PIDS, own_pids, parse
 from weenv.plugin.nri.cgroups import CgroupGone, CgroupUnreadable, Reader
 from weenv.plugin.nri.config import ElasticConfig
 from weenv.plugin.nri.creation import asked, recorded
@@ -38,10 +38,10 @@ CONFIG = ElasticConfig()
     [
         ({}, None),
         ({"start": "10"}, PidsBounds(10, 10)),
-        ({"max": "100"}, PidsBounds(0, 100)),
+        ({"max": "100"}, PidsBounds(100, 100)),
         ({"start": "10", "max": "100"}, PidsBounds(10, 100)),
         ({"start": "100", "max": "10"}, PidsBounds(10, 10)),
-        ({"start": "lots", "max": "100"}, PidsBounds(0, 100)),
+        ({"start": "lots", "max": "100"}, PidsBounds(100, 100)),
         ({"max": "0"}, None),
         ({"max": "-1"}, None),
         ({"max": str(MOST_PIDS + 1)}, None),
@@ -52,7 +52,7 @@ CONFIG = ElasticConfig()
 def test_what_a_container_says(said: dict[str, str], bounds: PidsBounds | None) -> None:
     labels = {f"weenv.dev/pids.{name}": value for name, value in said.items()}
     found = parse(labels)
-    assert found.pids == bounds
+    assert found.pids(0) == bounds
     sensible = all(value.isascii() and value.isdigit() and 0 < int(value[:9]) <= MOST_PIDS for value in said.values())
     assert bool(found.complaints) == (not sensible or (bounds == PidsBounds(10, 10) and "max" in said))
     assert all(len(line) < 200 and "it is" in line for line in found.complaints)
@@ -60,7 +60,7 @@ def test_what_a_container_says(said: dict[str, str], bounds: PidsBounds | None) 
     assert of_pod.managed == bool(said) and of_pod.bounds.pids == bounds
     if bounds is not None:  # what is recorded on the container says it again
         again = asked(recorded(of_pod), 0.0, 0, CONFIG).bounds.pids
-        assert again == PidsBounds(bounds.start or bounds.ceiling, bounds.ceiling)
+        assert again == bounds
 
 
 LIMITS = st.integers(0, 1 << 22)
@@ -71,26 +71,42 @@ LIMITS = st.integers(0, 1 << 22)
 def test_it_is_raised_in_bounds_and_never_lowered_but_to_them(
     current: int, limit: int, refused: int, before: int, pair: tuple[int, int], use: float
 ) -> None:
-    bounds = PidsBounds(min(pair), max(*pair, 1))
+    bounds = PidsBounds(max(1, min(pair)), max(*pair, 1))
     new = wanted(Pids(current, limit, refused), before, bounds, use)
     in_force = new if new is not None else limit
-    assert bounds.start <= in_force <= bounds.ceiling and in_force > 0
+    assert 0 < in_force <= bounds.ceiling
     if new is not None and 0 < limit <= bounds.ceiling:
         assert new > limit
-        assert new == bounds.start or new == min(2 * limit, bounds.ceiling)
+        assert new == min(2 * limit, bounds.ceiling)
+    elif new is not None:
+        assert new == bounds.start
     if new is not None:  # it comes to rest
         assert wanted(Pids(0, new, refused), refused, bounds, use) is None
 
 
 def test_it_is_raised_when_used_or_refused() -> None:
-    bounds = PidsBounds(0, 100)
+    bounds = PidsBounds(10, 100)
     assert wanted(Pids(29, 40, 0), 0, bounds, 0.75) is None
     assert wanted(Pids(30, 40, 0), 0, bounds, 0.75) == 80
     assert wanted(Pids(1, 40, 3), 2, bounds, 0.75) == 80
     assert wanted(Pids(80, 80, 0), 0, bounds, 0.75) == 100
     assert wanted(Pids(100, 100, 9), 0, bounds, 0.75) is None
-    assert wanted(Pids(1, 0, 0), 0, bounds, 0.75) == 100, "no limit is above the ceiling"
-    assert wanted(Pids(1, 0, 0), 0, PidsBounds(10, 100), 0.75) == 10
+    assert wanted(Pids(1, 0, 0), 0, bounds, 0.75) == 10, "no limit is above the ceiling"
+    assert wanted(Pids(1, 5, 0), 0, bounds, 0.75) is None, "its owner may have lowered it"
+
+
+@pytest.mark.parametrize("own", [{}, {"limit": 0}, {"limit": -1}, {"limit": "7"}, [], None, {"limit": MOST_PIDS + 1}])
+def test_specifications_that_limit_nothing(own: Any) -> None:
+    assert own_pids({"linux": {"resources": {"pids": own}}}) == own_pids({"linux": own}) == own_pids({}) == 0
+
+
+def test_nothing_that_is_said_lifts_the_limit_of_the_containers_owner() -> None:
+    own = own_pids({"linux": {"resources": {"pids": {"limit": 50}}}})
+    said = {"weenv.dev/pids.max": "4000", "weenv.dev/pids.start": "60"}
+    found = asked(said, 0.0, 0, CONFIG, own_pids=own)
+    assert found.bounds.pids == PidsBounds(50, 50)
+    assert found.complaints == ("weenv.dev/pids.max is above the container's own limit, 50; it is cut to that",)
+    assert asked({"weenv.dev/pids.start": "10"}, 0.0, 0, CONFIG, own_pids=own).bounds.pids == PidsBounds(10, 50)
 
 
 class Group:
@@ -140,7 +156,7 @@ class Case:
 
 @pytest.fixture
 def case(tmp_path: Path) -> Iterator[Case]:
-    made = Case(tmp_path, PidsBounds(0, 20))
+    made = Case(tmp_path, PidsBounds(8, 20))
     yield made
     made.env.close()
 

@@ -29,10 +29,18 @@ class Wanted:
     start_memory: int = 0
     max_cpu: float = 0.0
     max_memory: int = 0
-    pids: PidsBounds | None = None
+    start_pids: int = 0
+    max_pids: int = 0
     role: Role = Role.TASK
     elastic: bool | None = None
     complaints: tuple[str, ...] = ()
+
+    def pids(self, own: int) -> PidsBounds | None:
+        """Bounds of the limit of processes of a container whose own limit is ``own`` (0: none), which is a ceiling too."""
+        if not (self.start_pids or self.max_pids):
+            return None
+        ceiling = min(self.max_pids or own or self.start_pids, own or MOST_PIDS)
+        return PidsBounds(min(self.start_pids or ceiling, ceiling), ceiling)
 
     def bounds(self, config: ElasticConfig, *, own_cpu: float = 0.0, own_memory: int = 0) -> Bounds:
         """Start and ceiling of a container whose own limits are ``own_*`` (0: none).
@@ -82,7 +90,6 @@ def parse(said: Mapping[str, str]) -> Wanted:
     first, most = pids.values()
     if most and first > most:
         complaints.append(f"{labels.PIDS_START} is above {labels.PIDS_MAX}; it is cut to that")
-    top = most or first
     role = Role.TASK
     if labels.ROLE in said:
         try:
@@ -92,8 +99,7 @@ def parse(said: Mapping[str, str]) -> Wanted:
     elastic = {"true": True, "false": False}.get(said.get(labels.ELASTIC, ""))
     if elastic is None and labels.ELASTIC in said:
         complain(labels.ELASTIC, "true or false")
-    bounds = PidsBounds(min(first, top), top) if top else None
-    return Wanted(start_cpu, start_memory, max_cpu, max_memory, bounds, role, elastic, tuple(complaints))
+    return Wanted(start_cpu, start_memory, max_cpu, max_memory, first, most, role, elastic, tuple(complaints))
 
 
 def plan_ceiling(label: str) -> tuple[float, int]:
@@ -102,13 +108,23 @@ def plan_ceiling(label: str) -> tuple[float, int]:
     return parse_cores(cores) or 0.0, parse_bytes(size) or 0
 
 
-def own_limits(spec: Mapping[str, Any]) -> tuple[float, int]:
-    """(cores, bytes) that a container's OCI specification limits it to; 0: no limit. Anything malformed is no limit."""
+def own_pids(spec: Mapping[str, Any]) -> int:
+    """Processes that a container's OCI specification limits it to; 0: no limit. Anything malformed is no limit."""
+    pids = _resources(spec).get("pids")
+    limit = pids.get("limit") if isinstance(pids, Mapping) else None
+    return limit if isinstance(limit, int) and 0 < limit <= MOST_PIDS else 0
+
+
+def _resources(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     found: Any = spec
     for name in ("linux", "resources"):
         found = found.get(name) if isinstance(found, Mapping) else None
-    if not isinstance(found, Mapping):
-        return 0.0, 0
+    return found if isinstance(found, Mapping) else {}
+
+
+def own_limits(spec: Mapping[str, Any]) -> tuple[float, int]:
+    """(cores, bytes) that a container's OCI specification limits it to; 0: no limit. Anything malformed is no limit."""
+    found = _resources(spec)
     cpu, memory = found.get("cpu"), found.get("memory")
     cores, size = 0.0, 0
     if isinstance(cpu, Mapping):

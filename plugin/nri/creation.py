@@ -48,9 +48,16 @@ def said_by(*sources: Mapping[str, str]) -> dict[str, str]:
 
 
 def asked(
-    said: Mapping[str, str], own_cpu: float, own_memory: int, config: ElasticConfig, *, always: bool = False, record: str = ""
+    said: Mapping[str, str],
+    own_cpu: float,
+    own_memory: int,
+    config: ElasticConfig,
+    *,
+    own_pids: int = 0,
+    always: bool = False,
+    record: str = "",
 ) -> Asked:
-    """Bounds from what is said (:func:`said_by`) and the container's own limits (cores, bytes; 0: it has none).
+    """Bounds from what is said (:func:`said_by`) and the container's own limits (cores, bytes, processes; 0: it has none).
 
     Own limits are ceilings that nothing said can raise; the configured ceilings hold besides. Where no start is said, the
     configured one holds. ``record`` is the value of :data:`RECORD` where the container has one: its limits are then ours, and
@@ -82,8 +89,9 @@ def asked(
         min(wanted.max_cpu or own_cpu, own_cpu or wanted.max_cpu),
         min(wanted.max_memory or own_memory, own_memory or wanted.max_memory),
     )
-    if wanted.pids is not None:
-        bounds = replace(bounds, pids=wanted.pids)
+    if own_pids and wanted.max_pids > own_pids:
+        complaints.append(f"{labels.PIDS_MAX} is above the container's own limit, {own_pids}; it is cut to that")
+    bounds = replace(bounds, pids=wanted.pids(own_pids))
     managed = always or any(name in said for name in _SIZES)
     if wanted.elastic is not None:
         managed = wanted.elastic
@@ -97,7 +105,7 @@ def _cores(value: float) -> str:
 def recorded(found: Asked) -> dict[str, str]:
     """Annotations of a managed container: it is then known for what it is without its pod, which only NRI shows."""
     start, pids = found.bounds.start, found.bounds.pids
-    of_pids = {labels.PIDS_START: str(pids.start or pids.ceiling), labels.PIDS_MAX: str(pids.ceiling)} if pids else {}
+    of_pids = {labels.PIDS_START: str(pids.start), labels.PIDS_MAX: str(pids.ceiling)} if pids else {}
     return of_pids | {
         RECORD: record_of(found.bounds),
         labels.ELASTIC: "true",

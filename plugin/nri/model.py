@@ -52,7 +52,7 @@ class Pids:
 
 @dataclass(frozen=True, slots=True)
 class PidsBounds:
-    """A limit of processes: where it starts (0: at what the container has) and how far it may be raised."""
+    """A limit of processes: where it starts and how far it may be raised; ``0 < start <= ceiling``."""
 
     start: int
     ceiling: int

@@ -49,11 +49,12 @@ def read(directory: str) -> Pids:
 
 
 def wanted(seen: Pids, before: int, bounds: PidsBounds, use: float) -> int | None:
-    """The limit to set, None: leave it. ``before``: forks refused by the last look; ``use``: share in use that raises it."""
+    """The limit to set, None: leave it; one below the ceiling, whoever set it, is gone on from.
+
+    ``before``: forks refused by the last look; ``use``: share in use that raises it.
+    """
     limit = seen.limit or 1 << 62
     if limit > bounds.ceiling:
-        return bounds.start or bounds.ceiling
-    if limit < bounds.start:
         return bounds.start
     if limit < bounds.ceiling and (seen.current >= use * limit or seen.refused > before):
         return min(bounds.ceiling, 2 * limit)

@@ -17,7 +17,7 @@ from weenv.core.errors import WeenvError
 from weenv.plugin.containerd.client import Client, ContainerdError
 from weenv.plugin.containerd.runtime import Container, Containers, Event, Process, Status, Tasks, subscribe_everywhere
 from weenv.plugin.nri import labels
-from weenv.plugin.nri.annotations import own_limits, parse, plan_ceiling
+from weenv.plugin.nri.annotations import own_limits, own_pids, parse, plan_ceiling
 from weenv.plugin.nri.config import ElasticConfig
 from weenv.plugin.nri.creation import RECORD, Asked, asked, said_by
 from weenv.plugin.nri.model import Bounds, EnvKey, Role
@@ -68,17 +68,17 @@ def wanted(container: Container, namespace: str, namespaces: frozenset[str], con
         return None
     notes: Any = container.spec.get("annotations")
     notes = {str(k): str(v) for k, v in notes.items()} if isinstance(notes, Mapping) else {}
-    cpu, memory = own_limits(container.spec)
+    (cpu, memory), processes = own_limits(container.spec), own_pids(container.spec)
     if labels.CEILING in container.labels:  # of weenv run: its limits are what it starts with
         said = parse(said_by(container.labels))
         top_cpu, top_memory = plan_ceiling(container.labels[labels.CEILING])
-        bounds = replace(config.bounds(cpu, memory, top_cpu, top_memory), pids=said.pids)
+        bounds = replace(config.bounds(cpu, memory, top_cpu, top_memory), pids=said.pids(processes))
         found = Asked(bounds, said.role, said.elastic is not False, said.complaints)
     else:
         # What nobody said anything about stays out of a whole namespace's rule only by weenv.dev/elastic=false.
         said_all = said_by(notes, container.labels)
         always = namespace in namespaces or said_all.get(labels.ELASTIC) == "true"
-        found = asked(said_all, cpu, memory, config, always=always, record=notes.get(RECORD, ""))
+        found = asked(said_all, cpu, memory, config, own_pids=processes, always=always, record=notes.get(RECORD, ""))
     return found if found.managed else None
 
 

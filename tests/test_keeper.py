@@ -17,6 +17,7 @@ from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
 from weenv.plugin.snapshotter.cache import keeper as module
 from weenv.plugin.snapshotter.cache.keeper import ALL, Keeper, Which, matches
 from weenv.plugin.snapshotter.cache.present import GOOD, is_complete, progress
+from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.layerdir import EVICT, LayerDirs
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv_testkit.synthetic import SyntheticLayer, make_layer, payload
@@ -114,6 +115,28 @@ def test_a_layer_that_is_opened_again_knows_what_is_gone(node: Node) -> None:
     for frame in there:
         piece = os.pread(again.layer.store.fd, contents[frame + 1] - contents[frame], contents[frame])
         assert piece == LAYERS[0].stream[contents[frame] : contents[frame + 1]]
+
+
+def test_nothing_goes_between_a_layers_marks_being_read_and_its_data_being_opened(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another process that prunes at that moment would leave this one with marks of frames that are gone."""
+    node.add(LAYERS[0])
+    node.close(LAYERS[0])
+    seen: list[str] = []
+    opening = DataStore.open
+
+    def late(path: str, size: int) -> DataStore:
+        monkeypatch.undo()
+        done = Keeper(node.root, CacheConfig()).evict(1 << 30, "prune")
+        seen.append(done.layers[LAYERS[0].digest].why)
+        return opening(path, size)
+
+    monkeypatch.setattr(DataStore, "open", late)
+    found = node.table.lookup(LAYERS[0].name.encode())
+    assert seen == ["mounted"]
+    assert found is not None and found.layer is not None and all(found.layer.presence.states)
+    assert os.pread(found.layer.store.fd, len(LAYERS[0].stream), 0) == LAYERS[0].stream
 
 
 def test_a_dry_run_changes_nothing(node: Node) -> None:

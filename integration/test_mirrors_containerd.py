@@ -1,4 +1,4 @@
-"""containerd and WeEnv read one ``hosts.toml``: an image of a registry that does not exist is pulled and read from its mirror."""
+"""containerd and WeEnv read one ``hosts.toml``: an image of a registry that does not exist comes from its mirror."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -73,7 +74,7 @@ def read_all(path: str, stream: bytes, seed: int, until: float, seen: Seen) -> N
         os.close(file)
 
 
-def run(path: str, seconds: float, downs: list[tuple[float, float]]) -> tuple[Seen, dict[str, int], dict[str, object]]:
+def run(path: str, seconds: float, downs: list[tuple[float, float]]) -> tuple[Seen, dict[str, int], dict[str, Any]]:
     """Read for so long, layer after layer, while the registry is down at ``(when, how long)``; what was seen and done."""
     seen = Seen()
     seed = int(time.time())
@@ -105,20 +106,22 @@ def run(path: str, seconds: float, downs: list[tuple[float, float]]) -> tuple[Se
                 reader.start()
             for reader in readers:
                 reader.join()
-            os.unlink(os.path.join(registry.directory, layer.name))
         stop.set()
         breaker.join()
         counts, status = registry.tell("counts"), blobfs.status()
         shutil.rmtree(registry.directory)
         log = blobfs.log()
     assert "Traceback" not in log, log[-5000:]
-    return seen, counts, {"layers": number, "errors": status["errors"], "ranges": status["ranges"]}
+    about = {"layers": number, "errors": status["errors"], "ranges": status["ranges"]}
+    return seen, counts, {**about, "said": [line for line in log.splitlines() if " ERROR " in line]}
 
 
-def check(seen: Seen, counts: dict[str, int], about: dict[str, object]) -> None:
+def check(seen: Seen, counts: dict[str, int], about: dict[str, Any]) -> None:
     print(json.dumps({"reads": seen.reads, "bytes": seen.bytes, "longest wait": round(seen.longest, 1), **counts, **about}))
     assert seen.wrong == 0
     assert seen.errors == []
+    assert "eio" not in about["errors"], "the kernel's own read-ahead had no error either"
+    assert about["said"] == []
     assert counts["refused"] and counts["cut"] and counts["downs"]
 
 
@@ -139,4 +142,5 @@ def test_nobody_notices_for_long(home: str) -> None:
     os.makedirs(f"{path}/node")
     seen, counts, about = run(path, SECONDS, [(20.0, 60.0), (SECONDS * 0.6, 60.0)])
     check(seen, counts, about)
-    assert counts["wrong"] > 5 and seen.longest > 50.0
+    assert seen.longest > 50.0
+    assert counts["wrong"] or counts["answers"] < 1000

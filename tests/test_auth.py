@@ -284,7 +284,7 @@ async def test_refused_token_is_renewed_once(challenge: bool) -> None:
 
 
 async def test_token_is_renewed_before_it_expires(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with SimulatedRegistry(auth="bearer", token_lifetime=0.5) as sim:
+    async with SimulatedRegistry(auth="bearer", token_lifetime=3.0) as sim:  # refused only if a request takes 0.3 s
         digest = sim.add_blob(BLOB)
         async with client(sim) as c:
             blob = RegistrySource(c, sim.host, "a", digest, len(BLOB))

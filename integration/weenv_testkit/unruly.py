@@ -71,8 +71,8 @@ class _Server:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             body = bytearray(os.pread(file.fileno(), end - begin, begin))
-        head = f"HTTP/1.1 206 Partial Content\r\nContent-Range: bytes {begin}-{end - 1}/{size}\r\nContent-Length: {len(body)}\r\n\r\n"
-        writer.write(head.encode())
+        head = f"Content-Range: bytes {begin}-{end - 1}/{size}\r\nContent-Length: {len(body)}\r\n\r\n"
+        writer.write(b"HTTP/1.1 206 Partial Content\r\n" + head.encode())
         if roll < self.refused + self.cut:
             self.counts["cut"] += 1
             writer.write(bytes(body[: self.dice.randrange(len(body))]))

@@ -23,7 +23,7 @@ SOME = "2.1 and (memory_is_followed or nothing_left_is_ended or faster_than_anyb
 
 def run_tests(kernel: Kernel, files: list[str], chosen: str, *, timeout: float, **guest: int) -> str:
     """Run tests in a guest; what pytest said. None may fail, nor be skipped."""
-    command = f"{sys.executable} -m pytest -q -p no:cacheprovider -m 'not soak' --tb=short -k '{chosen}'"
+    command = f"{sys.executable} -m pytest -q --color=no -p no:cacheprovider -m 'not soak' --tb=short -k '{chosen}'"
     names = " ".join(f"integration/{name}" for name in files)
     text = kernels.run(kernel, f"cd {ROOT} && {command} {names}", timeout=timeout, **guest).ok()
     summary = text.strip().splitlines()[-1]

@@ -13,9 +13,10 @@ follows, then the image is named. Layers that are not lazy are converted before 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -238,11 +239,7 @@ async def register(
     if known is not None:
         return Registered(False, tuple(from_label(known.labels.get(LABEL, ""))))
     layers = await _served(image, namespace, snapshotter, local)
-    lease = f"{owner.LEASE_PREFIX}{secrets.token_hex(8)}"
-    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + _LEASE_LIFE))
-    await namespace.create_lease(lease, {"containerd.io/gc.expire": expires, owner.LEASE_LABEL: owner.lease_mark()})
-    leased = namespace.client.namespace(namespace.name, lease=lease)
-    try:
+    async with under_lease(namespace) as leased:
         stacking = _Stacking(leased, snapshotter, local)
         labels = {"containerd.io/gc.ref.content.config": image.config_digest}
         labels |= {f"containerd.io/gc.ref.content.l.{n}": layer.ref.digest for n, layer in enumerate(image.layers)}
@@ -253,8 +250,8 @@ async def register(
         # do: a write broken off is an ingest that stays.
         done = await asyncio.gather(
             stacking.stack(layers, image.chains),
-            leased.write_content(f"{lease}-config", image.config, image.config_digest, labels=snapshot),
-            leased.write_content(f"{lease}-manifest", image.manifest, image.digest, labels=labels),
+            leased.write_content(f"{leased.lease}-config", image.config, image.config_digest, labels=snapshot),
+            leased.write_content(f"{leased.lease}-manifest", image.manifest, image.digest, labels=labels),
             return_exceptions=True,
         )
         for failure in done:
@@ -263,9 +260,24 @@ async def register(
         groups = stacking.groups()
         about = {PLAN_LABEL: image.plan, **({LABEL: to_label(groups)} if groups else {})}
         await leased.put_image(Image(image.name, Descriptor(OCI_MANIFEST, image.digest, len(image.manifest)), about))
-    finally:
-        await namespace.delete_lease(lease)
     return Registered(True, groups)
+
+
+@contextlib.asynccontextmanager
+async def under_lease(namespace: Namespaced, *, life: int = _LEASE_LIFE, sync: bool = False) -> AsyncIterator[Namespaced]:
+    """The namespace with a lease of ours, which keeps what is made within the block until its end, or ``life`` seconds.
+
+    ``sync``: where the block fails, what it made has been collected when the error is raised.
+    """
+    lease = f"{owner.LEASE_PREFIX}{secrets.token_hex(8)}"
+    expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + life))
+    await namespace.create_lease(lease, {"containerd.io/gc.expire": expires, owner.LEASE_LABEL: owner.lease_mark()})
+    whole = False
+    try:
+        yield namespace.client.namespace(namespace.name, lease=lease)
+        whole = True
+    finally:
+        await namespace.delete_lease(lease, sync=sync and not whole)
 
 
 async def _served(

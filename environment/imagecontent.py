@@ -17,7 +17,6 @@ import asyncio
 import contextlib
 import re
 import secrets
-import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -25,8 +24,7 @@ from dataclasses import dataclass, field
 from weenv.core import digest as digests
 from weenv.core.aio import gather_all
 from weenv.core.errors import BadReference, FormatError, NotFoundInSource, SourceError, VerificationError
-from weenv.environment.compose import HOST, ORIGIN_LABEL
-from weenv.environment.owner import LEASE_LABEL, LEASE_PREFIX, lease_mark
+from weenv.environment.compose import HOST, ORIGIN_LABEL, under_lease
 from weenv.plugin.containerd.client import ContainerdError, Namespaced
 from weenv.plugin.containerd.types import Image
 from weenv.plugin.snapshotter.layerdir import LayerDirs, Origin
@@ -175,12 +173,8 @@ class Fetcher:
 
         Raises SourceError, VerificationError, ContainerdError; blobs that came whole stay then, too.
         """
-        missing, whole = content.missing, False
-        lease = f"{LEASE_PREFIX}{secrets.token_hex(8)}"
-        expires = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + _LEASE_LIFE))
-        await self._namespace.create_lease(lease, {"containerd.io/gc.expire": expires, LEASE_LABEL: lease_mark()})
-        try:
-            leased = self._namespace.client.namespace(self._namespace.name, lease=lease)
+        missing = content.missing
+        async with under_lease(self._namespace, life=_LEASE_LIFE, sync=True) as leased:
             slots = asyncio.Semaphore(_JOBS)
 
             async def one(blob: Blob) -> None:
@@ -197,9 +191,6 @@ class Fetcher:
                 }
                 if new:
                     await leased.label_content(digest, new)
-            whole = True
-        finally:
-            await self._namespace.delete_lease(lease, sync=not whole)  # what was begun is collected at once
         return sum(blob.descriptor.size for blob in missing)
 
     async def _one(self, leased: Namespaced, content: ImageContent, blob: Blob) -> None:

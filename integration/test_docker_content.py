@@ -334,9 +334,9 @@ def test_errors_of_fetching_are_clear_and_leave_nothing_half(
             file.write(good[:-1000] + bytes(1000))
         _, error = weenv(node, "fetch", lazy, check=1)
         assert "what came is something else" in error, error
-        client.images.pull(store.lazy("small"))
+        client.images.pull(store.lazy("solo"))
         out, error = weenv(node, "fetch", "--all", check=1)
-        assert out == f"{store.lazy('small')}: 1 blob fetched, 1.04 MiB\n", "one does not keep another from it"
+        assert out.startswith(f"{store.lazy('solo')}: 1 blob fetched"), "one does not keep another from it"
         assert "what came is something else" in error
         nothing_half()
     finally:

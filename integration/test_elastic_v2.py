@@ -47,13 +47,13 @@ def kills(elastic: Elastic, name: str) -> dict[str, int]:
 
 
 def test_who_grows_faster_than_anybody_looks_is_slowed_and_not_killed(elastic: Elastic, bench: Bench) -> None:
-    script = "sleep 3; dd if=/dev/zero of=/dev/shm/x bs=4M count=15; sleep 1000"
+    script = "while [ ! -e /tmp/go ]; do sleep 0.2; done; dd if=/dev/zero of=/dev/shm/x bs=4M count=15; sleep 1000"
     name = start(bench, "{cpu: {start: 1}, memory: {start: 32Mi, max: 256Mi}}", script)
     wait_until("the brake", lambda: 0 < elastic.number("memory", name, "memory.high") < 32 * MIB, LONG)
+    bench.ok("exec", name, "--", "touch", "/tmp/go")
     wait_until("all to be written", lambda: elastic.usage(name) > 60_000_000, LONG)
     assert kills(elastic, name)["oom_kill"] == 0 and kills(elastic, name)["high"] > 0
     assert elastic.limit(name) > 60_000_000
-    assert elastic.events("quota", name)[0]["quota"][1] > 32 * MIB
 
     def braked() -> bool:
         """The brake goes with the limit, and is shown."""
@@ -71,8 +71,8 @@ def test_a_limit_goes_down_once_the_kernel_has_dropped_the_cache_above_it(elasti
     assert elastic.usage(name) <= 48 * MIB and kills(elastic, name)["oom_kill"] == 0
     sums = bench.ok("exec", name, "--", "sh", "-c", "md5sum < /root/y; head -c 60000000 /dev/zero | md5sum").splitlines()
     assert sums[0] == sums[1]
-    steps = [event["quota"][1] for event in elastic.events("quota", name) if event["reason"] == "calm"]
-    assert len(steps) >= 2 and steps == sorted(steps, reverse=True)
+    moves = [(event["before"][1], event["quota"][1]) for event in elastic.events("quota", name)]
+    assert sum(after < before for before, after in moves) >= 2, "in steps"
 
 
 def test_an_update_that_is_refused_is_told_and_made_up_for(elastic: Elastic, bench: Bench) -> None:

@@ -78,11 +78,15 @@ def test_systemd_is_the_first_process(kernel: Kernel) -> None:
 
 @pytest.mark.parametrize("kernel", [UML, pytest.param(LINUX_6_12, marks=pytest.mark.soak)], ids=lambda kernel: kernel.name)
 def test_a_guest_whose_time_is_up_is_gone(kernel: Kernel) -> None:
-    begin = time.monotonic()
-    with pytest.raises(Failed, match=r"was ended after 6 s(.|\n)*so far"):
-        kernels.run(kernel, "echo so far; sleep 1000", timeout=6)
-    assert time.monotonic() - begin < 30
-    nothing_left()
+    for timeout in (5, 25, 125):  # on a busy machine it does not come so far in the first
+        begin = time.monotonic()
+        with pytest.raises(Failed, match=f"was ended after {timeout} s") as caught:
+            kernels.run(kernel, "echo so far; sleep 1000", timeout=timeout)
+        assert time.monotonic() - begin < timeout + 30
+        nothing_left()
+        if "so far" in str(caught.value):
+            return
+    pytest.fail("it never came to its script")
 
 
 def test_a_guest_that_dies_is_told_from_one_that_ends() -> None:

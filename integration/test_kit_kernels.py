@@ -31,7 +31,7 @@ exit 7
 def seen(kernel: Kernel, home: str) -> list[str]:
     share = os.path.join(home, kernel.name)
     os.mkdir(share)
-    done = kernels.run(kernel, SEEN, shares=[share], environment={"SHARE": share, "WORD": "it's; $HOME"})
+    done = kernels.run(kernel, SEEN, shares=[share], environment={"SHARE": share, "WORD": "it's; $HOME"}, timeout=250)
     assert done.status == 7, done
     with open(f"{share}/file") as file:
         assert file.read() == "written\n"

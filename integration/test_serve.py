@@ -17,6 +17,7 @@ import pytest
 from weenv.plugin.containerd.schema import EMPTY, SNAPSHOTS_SERVICE
 from weenv.plugin.snapshotter.blobfs import holder
 from weenv_testkit import tools
+from weenv_testkit.killing import Killing
 from weenv_testkit.node import SNAPSHOTTER
 from weenv_testkit.procs import children_of, mounts_under, open_fds, wait_until
 from weenv_testkit.registry import Registry
@@ -218,3 +219,12 @@ def test_it_is_small_and_has_one_thread(node: ServedNode) -> None:
     assert int(fields["RssAnon"].split()[0]) < 16 << 10
     assert len(open_fds(pid)) < 20
     assert children_of([pid]) >= {node.daemon(name) for name in DAEMONS}
+
+
+@pytest.mark.timeout(900)
+def test_daemons_killed_at_random_under_containers_that_verify(node: ServedNode, store: Store) -> None:
+    """The soak test of ten minutes (test_soak.py), for a quarter of one."""
+    outcome = Killing(node, store, containers=3, files=200).run(15)
+    node.expect(r" (WARNING|ERROR) ")  # of daemons that find others dead; a traceback is still none of them
+    assert not outcome.wrong
+    assert outcome.kills

@@ -310,8 +310,7 @@ DOCKERFILE = """FROM {base}
 ENV STAGE=built
 WORKDIR /opt/weenv
 COPY context.txt /copied/
-RUN cat log > /seen && rm two && echo more >> log && mkdir /made
-RUN test ! -e two && python3 -c 'print(6 * 7)' > /made/answer
+RUN cat log > /seen && rm two && echo more >> log && mkdir /made && python3 -c 'print(6 * 7)' > /made/answer
 CMD ["sh", "-c", "cat /seen /made/answer /copied/context.txt; echo $STAGE $PWD"]
 """
 BUILT = b"first line\n42\ncontext\nbuilt /opt/weenv\n"

@@ -101,6 +101,7 @@ def test_everything_is_killed_at_once_under_containers(dockerd: Dockerd, node: N
         container.remove(force=True)
 
 
+@pytest.mark.soak
 def test_our_daemons_come_back_under_a_running_dockerd(dockerd: Dockerd, node: Node, store: Store) -> None:
     """An upgrade of ours: dockerd and containerd are told nothing."""
     ref = store.lazy("pair")

@@ -168,4 +168,5 @@ def test_kind_clients_that_want_layers_that_were_never_fetched(node: Node, regis
         node.containerd.run(ref, "echo", "ran", snapshotter="overlayfs", namespace=namespace)
     assert said(node, ref, "wc -c < /data/x", namespace) == f"{1 << 20}\n", "neither has done any harm"
     node.remove_image(ref, namespace)
-    wait_until("the layer to go", lambda: layer_digests(registry, ref)[1] not in node.layers(), 30)
+    node.containerd.collect()
+    wait_until("the layer to go", lambda: layer_digests(registry, ref)[1] not in node.layers(), 60)

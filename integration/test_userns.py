@@ -50,6 +50,12 @@ def id_mounts(node: Node) -> list[str]:
     return sorted(mounts.mounts_below(f"{node.root}/i"))
 
 
+def gone(node: Node) -> None:
+    """Wait until no mount is left: containerd removes from the snapshotter when it collects."""
+    node.containerd.collect()
+    wait_until("the mounts to go", lambda: not id_mounts(node), 60)
+
+
 def test_a_container_owns_its_files_and_nothing_is_copied_or_fetched_for_it(
     node: Node, store: Store, registry: Registry
 ) -> None:
@@ -80,7 +86,7 @@ touch /root/ok /etc/ok; rm -r opaque; echo done
     upper = os.path.join(node.rootfs(name, namespace), "opt/weenv/new/deep/file")
     assert os.stat(upper).st_uid == MAP, "on the node it is the container's own range"
     node.containerd.remove_container(name, namespace)
-    wait_until("the mounts to go", lambda: not id_mounts(node))
+    gone(node)
 
 
 def test_privileges_of_files_are_those_of_the_namespace(node: Node, store: Store) -> None:
@@ -137,6 +143,7 @@ def connected(node: Node, namespace: str) -> bool:
 def test_mounts_are_there_again_after_a_restart_and_a_reboot(node: Node, store: Store) -> None:
     ref = store.lazy("pair")
     namespace = node.pull(ref)
+    gone(node)
     name = node.containerd.run_detached(
         ref, "sleep", "1000", snapshotter=SNAPSHOTTER, namespace=namespace, flags=mapped()
     )  # fmt: skip
@@ -154,7 +161,7 @@ def test_mounts_are_there_again_after_a_restart_and_a_reboot(node: Node, store: 
     out = said_within(node, name, "cat /kept; stat -c '%u %g' /kept /data/7", namespace)
     assert out.splitlines() == ["kept", "0 0", "0 0"]
     node.containerd.remove_container(name, namespace)
-    wait_until("the mounts to go", lambda: not id_mounts(node))
+    gone(node)
 
 
 def test_a_containerd_that_maps_ids_itself_is_left_to_it(
@@ -195,6 +202,7 @@ def test_where_layers_cannot_be_mapped_the_error_says_what_to_do(
 def test_a_pod_in_a_user_namespace(node: Node, store: Store, registry: Registry) -> None:
     """``hostUsers: false`` as kubelet asks for it: a range of ids for the pod, shared by all of its containers."""
     pod_network(node.containerd)
+    gone(node)
     ref = store.lazy("pair")
     node.expect("image is not served lazily")  # the pause image is an ordinary one
     ids = [SCHEMA["IDMapping"](host_id=MAP + 7 * 65536, container_id=0, length=65536)]
@@ -213,4 +221,4 @@ def test_a_pod_in_a_user_namespace(node: Node, store: Store, registry: Registry)
             assert len(id_mounts(node)) == 1 + 2 * 2, "pause has one layer"
         finally:
             cri.remove_pod(pod)
-    wait_until("the mounts to go", lambda: not id_mounts(node))
+    gone(node)

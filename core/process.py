@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import fcntl
 import gc
@@ -54,6 +53,8 @@ def settle() -> None:
 
 async def until_stopped() -> None:
     """Wait for SIGTERM or SIGINT."""
+    import asyncio  # which the small process of weenv serve does without
+
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
     installed = []

@@ -21,7 +21,6 @@ name                     what
 
 from __future__ import annotations
 
-import asyncio
 import os
 import select
 import socket
@@ -169,6 +168,8 @@ def watchdog_interval() -> float | None:
 
 async def watchdog() -> None:
     """Give signs of life for as long as the event loop turns; returns at once where nobody looks."""
+    import asyncio  # which the small process of weenv serve does without
+
     interval = watchdog_interval()
     while interval is not None:
         notify("WATCHDOG=1")

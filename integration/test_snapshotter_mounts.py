@@ -26,6 +26,7 @@ from weenv.plugin.containerd.types import Kind
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import Builder
 from weenv.plugin.snapshotter.cache.present import GOOD, Presence
+from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.implied import attributes_below
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
 from weenv.plugin.snapshotter.layers import Layers
@@ -167,7 +168,9 @@ async def test_a_complete_layer_replaces_the_lazy_one_under_running_containers(r
             s.complete(digest)
             await s.layers.tend_once()
             assert s.store.layers()[0].mode == COMPLETE
-            assert os.path.exists(f"{s.dirs.path(digest)}/plain"), "blobfs is told to leave the file whole"
+            data = DataStore.open(f"{s.dirs.path(digest)}/data", os.path.getsize(f"{s.dirs.path(digest)}/data"))
+            with contextlib.closing(data), data.alone() as alone:
+                assert not alone, "the kernel has the file open, so nothing is punched out of it"
             here = [e for e in mounts.parse_mountinfo(read("/proc/self/mountinfo")) if e.point == path]
             assert len(here) == 1, "the old mount is gone from the path"
             os.unlink(f"{s.blobs}/{digests.hex_of(digest)}")  # new readers need no blobfs

@@ -120,8 +120,7 @@ def check(seen: Seen, counts: dict[str, int], about: dict[str, Any]) -> None:
     print(json.dumps({"reads": seen.reads, "bytes": seen.bytes, "longest wait": round(seen.longest, 1), **counts, **about}))
     assert seen.wrong == 0
     assert seen.errors == []
-    assert "eio" not in about["errors"], "the kernel's own read-ahead had no error either"
-    assert about["said"] == []
+    assert about["said"] == [], "the kernel's own read-ahead, whose errors no reader sees, had none either"
     assert counts["refused"] and counts["cut"] and counts["downs"]
 
 

@@ -93,7 +93,8 @@ def test_pieces_are_missing_contiguous_and_bounded(raw: bytes, planned: set[int]
     assert len(piece) <= 2
 
 
-async def test_a_layer_in_use_is_completed_and_one_that_is_not_is_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rate", [0, 400_000])
+async def test_a_layer_in_use_is_completed_and_one_that_is_not_is_left_alone(tmp_path: Path, rate: int) -> None:
     layers = []
     for number in range(2):
         made = make_layer([("f", payload(2 << 20, number))], target=64 << 10)
@@ -110,7 +111,9 @@ async def test_a_layer_in_use_is_completed_and_one_that_is_not_is_left_alone(tmp
     used, unused = layers[0][0], layers[1][0]
     used.first_used = 1.0
     fetcher = Fetcher(verify_frame)
-    filler = Filler(FillConfig(quiet=0.0, cpu_busy=1.1, cpu_pressure=100.0, cpu_share=1.0), fetcher, lambda: [used, unused])
+    config = FillConfig(quiet=0.0, cpu_busy=1.1, cpu_pressure=100.0, cpu_share=1.0, rate=rate)
+    filler = Filler(config, fetcher, lambda: [used, unused])
+    began = time.monotonic()
     task = asyncio.create_task(filler.run())
     for _ in range(200):
         await asyncio.sleep(0.05)
@@ -120,6 +123,8 @@ async def test_a_layer_in_use_is_completed_and_one_that_is_not_is_left_alone(tmp
     await asyncio.gather(task, return_exceptions=True)
     await fetcher.close()
     assert used.complete
+    if rate:  # all but what the bucket holds, one second's worth, and the last piece, which nothing waits behind
+        assert time.monotonic() - began >= (used.starts[-1] - (512 << 10)) / rate - 1.0
     assert (tmp_path / "0" / "data").read_bytes() == layers[0][1]
     assert unused.presence.missing == len(unused.presence)
     assert filler.filled_bytes == used.starts[-1]

@@ -16,7 +16,7 @@ from aiohttp import web
 from conformance.snapshots import Direct, lowers_of
 from simulator.containerd import Containerd, Layer, PulledImage
 from simulator.plane import TreePlane
-from simulator.registry import SimulatedRegistry, drop_at_once, status
+from simulator.registry import SimulatedRegistry, drop_at_once, status, wrong_bytes
 
 from weenv.core import digest as digests
 from weenv.core.aio import Background
@@ -344,6 +344,16 @@ async def test_a_registry_that_is_away_delays_nothing_for_ever(root: str, regist
     async with node(root + "2", registry) as n:
         assert await n.containerd.namespace("a").pull(image) == [layers[0].digest]
         assert n.fallbacks() == {"unauthorized": 1}
+
+
+async def test_a_tail_that_comes_wrong_is_fetched_again(root: str, registry: SimulatedRegistry, images: Images) -> None:
+    """Bytes that were corrupted on the way make no image ordinary."""
+    layers = [images.file("a")]
+    image = images.image(layers)
+    registry.script.extend([wrong_bytes] * 2)
+    async with node(root, registry) as n:
+        assert await n.containerd.namespace("a").pull(image) == []
+        assert n.fallbacks() == {} and not registry.script
 
 
 async def test_a_layer_that_takes_too_long_is_unpacked(root: str, registry: SimulatedRegistry, images: Images) -> None:

@@ -28,7 +28,8 @@ from weenv.registry.manifest import OCI_INDEX, Descriptor
 from weenv.registry.reference import parse_reference
 
 BLOB = random.Random(3).randbytes(3_000_000)
-QUICK = RegistryConfig(retry_delay=0.01, max_retry_delay=0.05, stall_timeout=1.0, deadline=20.0, attempts=4)
+QUICK = RegistryConfig(retry_delay=0.01, max_retry_delay=0.05, stall_timeout=1.0, deadline=20.0, attempts=4,
+                       slow_after=0.3)  # fmt: skip
 INDEX = json.dumps({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": []}).encode()
 
 
@@ -44,7 +45,7 @@ def descriptor(sim: SimulatedRegistry, data: bytes = BLOB) -> Descriptor:
     "faults",
     [
         [], [simulated.drop(1_000_000)] * 2, [simulated.status(503), simulated.status(429, {"Retry-After": "0"})],
-        [simulated.short(2_000_000)], [simulated.stall(5.0, after=100_000)],
+        [simulated.short(2_000_000)], [simulated.stall(5.0, after=100_000)], [simulated.drip(0.01)],
     ],
 )  # fmt: skip
 async def test_pull(tmp_path: Path, faults: list[simulated.Fault]) -> None:
@@ -179,7 +180,7 @@ async def test_who_drips_bytes_holds_nobody(tmp_path: Path, what: str, ending: s
             gone.set()
 
     patient = 0.5 if ending == "deadline" else 600.0
-    config = dataclasses.replace(QUICK, deadline=patient, min_rate=100_000_000)
+    config = dataclasses.replace(QUICK, deadline=patient, min_rate=100_000_000, slow_after=600.0)
     server = await asyncio.start_server(drip, "127.0.0.1", 0)
     async with server, RegistryClient(config, StaticCredentials({})) as c:
         host = f"127.0.0.1:{server.sockets[0].getsockname()[1]}"

@@ -10,11 +10,14 @@ import subprocess
 import tempfile
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+from prometheus_client import Metric
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from weenv_testkit import corpus, images, tools
 from weenv_testkit.images import Layout, Member, write_tar
@@ -97,6 +100,16 @@ def at_once(node: Node, image: str, namespace: str, count: int, script: str) -> 
     return results
 
 
+def scrape(port: int) -> list[Metric]:
+    """A daemon's metrics as Prometheus asks for them and reads them."""
+    ask = urllib.request.Request(
+        f"http://127.0.0.1:{port}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
+    )
+    with urllib.request.urlopen(ask, timeout=10) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        return list(text_string_to_metric_families(answer.read().decode()))
+
+
 def test_every_task_finishes_right_with_a_tenth_of_the_image_cached(small: Node, image: str) -> None:
     namespace = small.pull(image)
     held = Held(small)
@@ -116,6 +129,11 @@ def test_every_task_finishes_right_with_a_tenth_of_the_image_cached(small: Node,
     assert sorted(held.seen)[len(held.seen) // 2] < 3 * high, "most of the time it is about as large as it may be"
     assert small.blobfs.metric("weenv_blobfs_cache_bytes") <= high
     assert small.blobfs.metric("weenv_blobfs_cache_high_bytes") == high
+    scraped = {family.name: family for family in scrape(small.blobfs.port)}
+    (top,) = [sample for sample in scraped["weenv_blobfs_layer_bytes"].samples
+              if sample.labels["operation"] == "evicted" and sample.value > STREAM]  # fmt: skip
+    assert any(layer.startswith(f"sha256:{top.labels['layer']}") for layer in small.layers())
+    assert {family.name for family in scrape(small.snapshotter.port)} > {"weenv_snapshotter_fallbacks"}
 
 
 def rebound(node: Node, bounds: str) -> None:
@@ -202,8 +220,8 @@ def test_for_minutes_with_daemons_killed(small: Node, image: str) -> None:
     held.done.set()
     threads[-1].join(10)
     seen = sorted(held.seen)
-    figures = f"{rounds[0]} containers, {kills} kills, evicted {evicted / 1e6:.0f} MB, fetched {fetched / 1e6:.0f} MB compressed; "
-    figures += f"on disk: bound {STREAM // 10 / 1e6:.1f} MB, median {seen[len(seen) // 2] / 1e6:.1f}, most {seen[-1] / 1e6:.1f} MB"
-    print(figures)  # noqa: T201
+    print(f"{rounds[0]} containers, {kills} kills; evicted {evicted / 1e6:.0f} MB, fetched {fetched / 1e6:.0f} MB compressed")
+    middle, most = seen[len(seen) // 2] / 1e6, seen[-1] / 1e6
+    print(f"on disk: bound {STREAM // 10 / 1e6:.1f} MB, median {middle:.1f} MB, most {most:.1f} MB")
     assert not wrong, wrong[0][-2000:]
     assert evicted > 5 * STREAM

@@ -21,6 +21,7 @@ from simulator.registry import SimulatedRegistry, drop_at_once, status, wrong_by
 from weenv.core import digest as digests
 from weenv.core.aio import Background
 from weenv.core.errors import MountError, SnapshotExists
+from weenv.core.log import JsonFormatter
 from weenv.layer.encode import encode_layer
 from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF, Kind
 from weenv.plugin.snapshotter import resolve
@@ -321,7 +322,7 @@ async def _bad(images: Images, what: str) -> Layer:
     [("digest", "bad-tail"), ("labels", "bad-labels"), ("toc", "bad-toc"), ("chain", "wrong-layer"), ("gone", "not-found")],
 )
 async def test_a_bad_layer_is_unpacked_and_said_so(
-    root: str, registry: SimulatedRegistry, images: Images, what: str, reason: str
+    root: str, registry: SimulatedRegistry, images: Images, what: str, reason: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     layers = [images.file("a"), await _bad(images, what), images.file("c")]
     image = images.image(layers)
@@ -329,6 +330,9 @@ async def test_a_bad_layer_is_unpacked_and_said_so(
         ns = n.containerd.namespace("default")
         assert await ns.pull(image) == [layers[1].digest, layers[2].digest], "the layer below is lazy all the same"
         assert n.fallbacks() == {reason: 1}
+        lines = [json.loads(JsonFormatter().format(record)) for record in caplog.records]
+        said = [line for line in lines if line["event"] == "image-is-not-served-lazily"]
+        assert [line["reason"] for line in said] == [reason], "one line, with the metric's reason"
         await ns.run("c", image.chain()[-1])
 
 

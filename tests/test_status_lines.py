@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from weenv.cli import doctor
-from weenv.cli.status import blobfs_problems, blobfs_status
+from weenv.cli.status import _blobfs_line, _users, blobfs_problems, blobfs_status
 from weenv.plugin.snapshotter import mounts
+from weenv.plugin.snapshotter.status import by_namespace
 
 GOOD = {"digest": "sha256:" + "1" * 64, "local_percent": 12.5, "errors": {}, "last_error": ""}
 WORSE = {
@@ -66,3 +67,20 @@ def test_doctor_tells_of_them(
     assert found.state == state
     assert seen in found.seen
     assert blobfs_status(str(tmp_path / "s")) is None  # nobody answers any more
+
+
+def test_users_are_told_by_namespace() -> None:
+    names = ["k8s.io/12/abc", "default/1/job1", "default/7/job2", "odd", "x/5/with/slash"]
+    assert by_namespace(names) == {"": ("odd",), "default": ("job1", "job2"), "k8s.io": ("abc",), "x": ("with/slash",)}
+    assert _users(by_namespace(names)) == "2 default, 1 -, 1 k8s.io, 1 others"
+    assert _users({}) == "-"
+    assert _users({"[red]": ("a",)}) == "1 \\[red]"
+
+
+def test_what_runs_of_blobfs_and_its_cache() -> None:
+    assert _blobfs_line(None) == "not running"
+    assert _blobfs_line({}) == "running"
+    cache = {"data": 1 << 20, "high": 2 << 20, "evicted_bytes": {"size": 1 << 10, "prune": 1 << 10}, "stuck": True}
+    assert _blobfs_line({"cache": cache}) == (
+        "running; cache 1 MiB of 2 MiB, 2 KiB evicted since it began, over its bound and nothing can be evicted"
+    )

@@ -39,6 +39,9 @@ class Kubelet:
         self.node, self.cri, self.image = node, cri, image
         places = {"/var/lib/weenv": node.root, "/run/weenv": node.run, "/run/containerd": node.containerd.home}
         texts = {name: (DEPLOY / "kubernetes" / f"{name}.yaml").read_text() for name in ("weenv", manifest)}
+        assert '"$each/weenv"' in texts["weenv"]
+        group = f"$each/{node.containerd.cgroup}/daemons"  # goes with the node
+        texts = {name: text.replace("$each/weenv", group) for name, text in texts.items()}
         for theirs, ours in places.items():
             texts = {name: text.replace(f"path: {theirs}", f"path: {ours}") for name, text in texts.items()}
             texts = {name: text.replace(f"mountPath: {theirs}", f"mountPath: {ours}") for name, text in texts.items()}

@@ -25,14 +25,20 @@ class Choice:
 
 def choose(setting: str, directory: str) -> Choice:
     """The plane for layers kept in ``directory``, by the value of ``[snapshotter] plane``. Needs root; blocking."""
+    refused = None if setting == FUSE else _failure(lambda: probe_kernel(directory))
+    asked = setting == FUSE or (setting == AUTO and refused is not None)
+    return decide(setting, refused, _failure(probe_fuse) if asked else None)
+
+
+def decide(setting: str, refused: MountError | None, unserved: MountError | None) -> Choice:
+    """The same from what was found: why the kernel mounts no EROFS from files, and why pyfuse3 cannot be used; None where
+    they can, or nobody wants to know."""
     if setting == FUSE:
-        return Choice(FUSE, "[snapshotter] plane says so", _failure(probe_fuse))
-    refused = _failure(lambda: probe_kernel(directory))
+        return Choice(FUSE, "[snapshotter] plane says so", unserved)
     if setting == EROFS:
         return Choice(EROFS, "[snapshotter] plane says so", refused)
     if refused is None:
         return Choice(EROFS, "the kernel mounts EROFS from files")
-    unserved = _failure(probe_fuse)
     if unserved is None:
         return Choice(FUSE, str(refused), better=refused.hint)
     hint = f"{refused.hint}; or: {unserved.hint}"

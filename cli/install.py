@@ -425,8 +425,6 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
                 _stop(manager, settings, lower)
                 steps.remove(tree, known, removal)
                 manager.reload()
-                for unit in files.unit_names(settings.daemons):
-                    manager.reset(unit)
                 if line := _forget(manager, restart=not no_restart):
                     click.echo(line)
         else:
@@ -507,6 +505,8 @@ def _stop(manager: Manager, settings: files.Settings, lower: BlobfsConfig) -> No
         for unit in running:
             manager.start(unit)
         raise
+    for unit in units:
+        manager.reset(unit)  # while it is known; a unit that keeps descriptors of a mount that is gone would stay loaded
     manager.stop("weenv.slice")
     manager.disable(units)
     click.echo(f"stopped {', '.join(running) or 'nothing: no unit was running'}")

@@ -275,7 +275,8 @@ def main(storage: str, address: str, image: str, *more: str) -> None:
         users = {"/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/.pwd.lock"}
         assert changed <= users | {f"{path}-" for path in users}, changed
         assert not os.path.exists("/run/weenv") and not mounts_below("/var/lib/weenv") and not mounts_below("/run/weenv")
-        assert "weenv-" not in run("systemctl", "list-units", "--all", "--plain", "--no-legend", "weenv-[!k]*")
+        units = run("systemctl", "list-units", "--all", "--plain", "--no-legend", "weenv-[!k]*")
+        assert "weenv-" not in units, (units, show("weenv-blobfs.service", "NFileDescriptorStore"))
         left = {line for word in (" serve", "holder", "nursery") for line in processes_of(word).values()}
         assert all("registry" in line for line in left), left
         assert os.path.exists("/var/lib/weenv/metastore.db"), "layers and snapshots stay"

@@ -27,7 +27,7 @@ def test_a_node_from_install_to_uninstall(suite: str, more: str, store: Store, r
     clone = str(Path(__file__).parents[1])
     script = f"exec {sys.executable} -m weenv_testkit.installguest {registry.root} {registry.host} {image} {more}"
     done = kernels.run(
-        kernels.UML, script, root=root, systemd=True, timeout=800 if more else 270, memory=1536, disk=1024, shares=[registry.root],
-        environment={"PYTHONPATH": f"{clone}/integration", "PYTHONDONTWRITEBYTECODE": "1"},
+        kernels.UML, script, root=root, systemd=True, timeout=800 if more else 270, memory=1536, disk=1024,
+        shares=[registry.root], environment={"PYTHONPATH": f"{clone}/integration", "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert "uninstalled: everything is as it was" in done.ok(), done

@@ -21,6 +21,7 @@ from weenv.systemd.install.containerd import DROP_IN, MAIN, TRANSFER
 from weenv_testkit import kernels, tools
 from weenv_testkit.installguest import PACKAGES, SUITES, usable
 from weenv_testkit.procs import run
+from weenv_testkit.trees import contents
 
 PROGRAM = "/opt/weenv/bin/weenv"
 EXPOSURE = {"blobfs": 5.1, "snapshotter": 6.1, "elastic": 3.3, "gateway": 2.1, "nri": 1.6}
@@ -40,15 +41,6 @@ def output(argv: list[str], status: int) -> str:
     done = subprocess.run(argv, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     assert done.returncode == status, done.stdout
     return done.stdout
-
-
-def everything(root: Path) -> dict[str, object]:
-    found: dict[str, object] = {}
-    for folder, names, others in os.walk(root):
-        for name in [*names, *others]:
-            path = Path(folder, name)
-            found[str(path)] = os.readlink(path) if path.is_symlink() else path.read_bytes() if path.is_file() else "directory"
-    return found
 
 
 @pytest.fixture
@@ -98,9 +90,9 @@ def test_containerd_reads_it_as_it_is_meant(with_containerd: tuple[str, Path], n
     if text is not None:
         (image / "etc/containerd").mkdir()
         (image / MAIN[1:]).write_text(text)
-    before = everything(image)
+    before = contents(str(image))
     if cri and name == "docker":
-        assert "CRI is disabled" in install(image, "--cri", status=1) and everything(image) == before
+        assert "CRI is disabled" in install(image, "--cri", status=1) and contents(str(image)) == before
         return
     install(image, *(["--cri"] if cri else []))
     assert "nothing was changed" in install(image)
@@ -122,16 +114,16 @@ def test_containerd_reads_it_as_it_is_meant(with_containerd: tuple[str, Path], n
         cni = plugins["io.containerd.cri.v1.runtime" if line != "1.7" else "io.containerd.grpc.v1.cri"]["cni"]
         assert "/usr/lib/cni" in (cni["bin_dir"], *cni.get("bin_dirs", ())), "what was configured before still is"
     weenv("uninstall", "--root", str(image))
-    assert everything(image) == before
+    assert contents(str(image)) == before
 
 
 def test_docker_and_all_daemons_in_an_image(image: Path) -> None:
     (image / "etc/docker").mkdir()
     daemon = image / "etc/docker/daemon.json"
     daemon.write_text('{\n    "log-driver": "local",\n    "storage-driver": "overlay2"\n}\n')
-    before = everything(image)
+    before = contents(str(image))
     shown = install(image, "--with", "elastic", "--with", "gateway", "--docker", "--dry-run")
-    assert '-    "storage-driver": "overlay2"' in shown and "+User=weenv-gateway" in shown and everything(image) == before
+    assert '-    "storage-driver": "overlay2"' in shown and "+User=weenv-gateway" in shown and contents(str(image)) == before
     install(image, "--with", "elastic", "--with", "gateway", "--docker")
     assert json.loads(daemon.read_text()) == {
         "log-driver": "local", "storage-driver": "weenv", "features": {"containerd-snapshotter": True},
@@ -143,11 +135,11 @@ def test_docker_and_all_daemons_in_an_image(image: Path) -> None:
     weenv("uninstall", "--root", str(image))
     assert "not installed" in weenv("uninstall", "--root", str(image))
     users = {"passwd", "group", "shadow", "gshadow", ".pwd.lock"}
-    assert {path: what for path, what in everything(image).items() if os.path.basename(path) not in users} == before
+    assert {path: what for path, what in contents(str(image)).items() if os.path.basename(path) not in users} == before
 
 
 def test_what_cannot_be_installed_is_said_and_nothing_is_changed(image: Path, tmp_path: Path) -> None:
-    before = everything(image)
+    before = contents(str(image))
     for arguments, said in (
         (["--program", "/nowhere/weenv"], "no program /nowhere/weenv in"),
         (["--program", "weenv"], "absolute path"),
@@ -160,7 +152,7 @@ def test_what_cannot_be_installed_is_said_and_nothing_is_changed(image: Path, tm
     (image / "opt").chmod(0o750)
     assert "/opt lets nobody else pass" in install(image, "--with", "gateway", status=1)
     (image / "opt").chmod(0o755)
-    assert everything(image) == before
+    assert contents(str(image)) == before
     (image / "etc/weenv").mkdir()
     (image / "etc/weenv/config.toml").write_text("[snapshotter]\nroot = '/data'\n")
     assert "blobfs.root is snapshotter.root" in install(image, status=1)
@@ -184,7 +176,7 @@ def test_without_systemd_it_works_half(image: Path, tmp_path: Path) -> None:
         argv = ["unshare", "--mount", "sh", "-ec", inside, "sh", str(image), *tools.weenv(), *arguments]
         return output(argv, status)
 
-    before = everything(image)
+    before = contents(str(image))
     assert "systemd is not the first process here" in here("install")
     assert (image / "etc/systemd/system/weenv.target.wants/weenv-blobfs.service").is_symlink()
     assert "nothing was changed" in here("install")
@@ -195,7 +187,7 @@ def test_without_systemd_it_works_half(image: Path, tmp_path: Path) -> None:
     assert (image / "var/lib/weenv/layers").is_dir()
     here("install")
     here("uninstall", "--purge")
-    assert everything(image) == before
+    assert contents(str(image)) == before
 
 
 @pytest.mark.parametrize("suite", [SUITES[0], *(pytest.param(suite, marks=pytest.mark.soak) for suite in SUITES[1:])])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -15,21 +14,12 @@ from weenv.systemd.install.files import Item
 from weenv.systemd.install.record import Record
 from weenv.systemd.install.steps import Amend
 from weenv.systemd.install.tree import Tree
+from weenv_testkit.trees import contents
 
 ITEMS = [Item("/usr/u/a", b"a\n"), Item("/usr/u/b", b"b\n"), Item("/etc/weenv/config.toml", b"# first\n", keep=True)]
 LINKS = {"/etc/wants/a": "/usr/u/a"}
 TOML = Amend("/etc/c.toml", "toml", [Append(("imports",), "/x")])
 JSON = Amend("/etc/d.json", "json", [Put(("driver",), "weenv")], "")
-
-
-def everything(root: Path) -> dict[str, str]:
-    """Path to content or target."""
-    found = {}
-    for folder, names, others in os.walk(root):
-        for name in [*names, *others]:
-            path = Path(folder, name)
-            found[str(path)] = os.readlink(path) if path.is_symlink() else path.read_text() if path.is_file() else "directory"
-    return found
 
 
 @pytest.fixture
@@ -59,20 +49,20 @@ def uninstall(tree: Tree) -> steps.Removal:
 
 
 def test_there_and_back(tree: Tree, tmp_path: Path) -> None:
-    before = everything(tmp_path)
+    before = contents(str(tmp_path))
     plan = install(tree)
     assert not plan.conflicts and tree.read("/usr/u/a") == b"a\n" and tree.link("/etc/wants/a") == "/usr/u/a"
     assert tree.read("/etc/c.toml.before-weenv") == b"# mine\nx = 1\n" and b"# mine" in (tree.read("/etc/c.toml") or b"")
     assert install(tree).empty, "a second run has nothing to do"
     uninstall(tree)
-    assert everything(tmp_path) == before
+    assert contents(str(tmp_path)) == before
 
 
 def test_a_plan_changes_nothing(tree: Tree, tmp_path: Path) -> None:
-    before = everything(tmp_path)
+    before = contents(str(tmp_path))
     plan = steps.plan(tree, Record(), ITEMS, LINKS, [TOML, JSON], within=("/usr/u",))
     text = "".join(write.diff() for write in plan.writes)
-    assert everything(tmp_path) == before
+    assert contents(str(tmp_path)) == before
     assert "--- /dev/null\n+++ /usr/u/a\n@@ -0,0 +1 @@\n+a\n" in text and '+imports = ["/x"]' in text and " # mine" in text
 
 
@@ -115,18 +105,18 @@ def test_changes_of_others_after_ours_stay(tree: Tree) -> None:
 
 
 def test_more_is_asked_for_later(tree: Tree, tmp_path: Path) -> None:
-    before = everything(tmp_path)
+    before = contents(str(tmp_path))
     install(tree)
     more = Amend("/etc/c.toml", "toml", [Append(("imports",), "/x"), Put(("t", "s"), "weenv")])
     plan = install(tree, ITEMS, LINKS, more, JSON)
     assert [write.path for write in plan.writes] == ["/etc/c.toml"]
     uninstall(tree)
-    assert everything(tmp_path) == before
+    assert contents(str(tmp_path)) == before
 
 
 @pytest.mark.parametrize("stop", ["begin", "half", "all but the record"])
 def test_an_interrupted_installation_is_finished_or_taken_back(tree: Tree, tmp_path: Path, stop: str) -> None:
-    before = everything(tmp_path)
+    before = contents(str(tmp_path))
 
     def interrupted() -> None:
         known = Record()
@@ -140,10 +130,10 @@ def test_an_interrupted_installation_is_finished_or_taken_back(tree: Tree, tmp_p
     interrupted()
     assert install(tree).conflicts == [] and install(tree).empty
     uninstall(tree)
-    assert everything(tmp_path) == before
+    assert contents(str(tmp_path)) == before
     interrupted()
     uninstall(tree)
-    assert everything(tmp_path) == before
+    assert contents(str(tmp_path)) == before
 
 
 def test_records(tree: Tree) -> None:

@@ -24,6 +24,7 @@ from weenv.plugin.snapshotter.mounts import mounts_below
 from weenv_testkit import corpus, tools
 from weenv_testkit.procs import processes_of, run, wait_until
 from weenv_testkit.registry import Registry
+from weenv_testkit.trees import contents
 
 LINE = "2.1"
 PACKAGES = ("systemd", "dbus", "kmod", "python3")
@@ -72,23 +73,6 @@ def pid(daemon: str) -> int:
 def active(daemon: str) -> bool:
     """Whether systemd has been told that it is ready."""
     return show(f"weenv-{daemon}.service", "ActiveState") == "active"
-
-
-def files() -> dict[str, str]:
-    """Everything below /etc and /usr/local that an installation could touch: path to digest or target."""
-    found = {}
-    for top in ("/etc", "/usr/local"):
-        for folder, names, others in os.walk(top):
-            for name in [*names, *others]:
-                path = os.path.join(folder, name)
-                if os.path.islink(path):
-                    found[path] = os.readlink(path)
-                elif os.path.isdir(path):
-                    found[path] = "directory"
-                elif os.path.isfile(path):
-                    with open(path, "rb") as file:
-                        found[path] = hashlib.sha256(file.read()).hexdigest()
-    return found
 
 
 def prepare() -> None:
@@ -257,7 +241,7 @@ def again(image: str) -> None:
 def main(storage: str, address: str, image: str, *more: str) -> None:
     """All of it."""
     prepare()
-    before = files()
+    before = contents("/etc", "/usr/local")
     with Registry("/var/tmp/registry", root=storage, address=address) as registry:
         say("the node is up")
         installed()
@@ -270,7 +254,7 @@ def main(storage: str, address: str, image: str, *more: str) -> None:
             Reader(name, 5).ends_well()
             say("uninstall is refused while a container runs")
         weenv("uninstall")
-        after = files()
+        after = contents("/etc", "/usr/local")
         changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}
         users = {"/etc/passwd", "/etc/group", "/etc/shadow", "/etc/gshadow", "/etc/.pwd.lock"}
         assert changed <= users | {f"{path}-" for path in users}, changed

@@ -39,6 +39,22 @@ def _xattrs(path: bytes) -> tuple[tuple[bytes, bytes], ...]:
     return tuple((name, os.getxattr(path, name, follow_symlinks=False)) for name in wanted)
 
 
+def contents(*roots: str) -> dict[str, str]:
+    """Every name below ``roots``: path to a file's digest, a symlink's target, or the word directory."""
+    found = {}
+    for root in roots:
+        for folder, names, others in os.walk(root):
+            for path in (os.path.join(folder, name) for name in [*names, *others]):
+                if os.path.islink(path):
+                    found[path] = os.readlink(path)
+                elif os.path.isdir(path):
+                    found[path] = "directory"
+                elif os.path.isfile(path):
+                    with open(path, "rb") as file:
+                        found[path] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
+
+
 def read_tree(root: str, *, contents: bool = True) -> dict[bytes, Entry]:
     """Every name below ``root``, relative to it; ``b"."`` is the root itself."""
     base = os.fsencode(root)

@@ -191,6 +191,29 @@ def test_stopping_takes_nothing_away_and_the_next_start_goes_on(node: ServedNode
     assert fresh.result() == expected
 
 
+def test_a_forced_stop_ends_those_who_wait_and_the_mount_is_made_anew(node: ServedNode, store: Store) -> None:
+    """As long as anybody has the descriptor, the supervisor too, the kernel would have them wait for ever."""
+    ref = store.lazy("solo")
+    namespace = node.pull(ref)
+    (digest,) = node.layers()
+    directory = os.open(node.blobs, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.close(os.open(digest.removeprefix("sha256:"), os.O_RDONLY, dir_fd=directory))
+        pid = node.daemon("blobfs")
+        assert pid is not None
+        subprocess.run([*tools.weenv(), "blobfs", "stop", "--force", "--config", node.config], check=True, timeout=60)
+        node.successor("blobfs", pid)
+        with ThreadPoolExecutor(1) as threads:
+            opened = threads.submit(os.open, digest.removeprefix("sha256:"), os.O_RDONLY, dir_fd=directory)
+            assert isinstance(opened.exception(60), OSError)
+    finally:
+        os.close(directory)
+    wait_until("the image to run again", lambda: node.shell(ref, "echo again", namespace, check=False) == "again\n", 60)
+    node.remove_image(ref, namespace)
+    node.containerd.collect()
+    node.expect(r" (WARNING|ERROR) ")  # the snapshotter finds its mounts dead, and makes them anew
+
+
 def test_one_that_cannot_work_says_why_at_the_first_start(home: str) -> None:
     path = f"{home}/bad"
     os.mkdir(path)

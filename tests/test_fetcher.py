@@ -330,6 +330,29 @@ async def test_failures_are_retried_until_the_source_is_back(tmp_path: Path) -> 
         assert 3 <= len(source.requests) <= 15
 
 
+async def test_who_waits_for_his_next_try_is_woken_when_the_source_is_back(tmp_path: Path) -> None:
+    """After a long outage pauses are long; the first frame that arrives ends them all."""
+    down = True
+
+    def fault(_offset: int, length: int) -> int:
+        if down:
+            raise UnavailableError("down")
+        return length
+
+    source = SimulatedSource(LAYER.blob, fault=fault)
+    async with bench(tmp_path, source, backoff=4.0, backoff_max=8.0, deadline=30.0, range_max=1) as b:
+        waiting = [asyncio.ensure_future(b.get(frame)) for frame in range(0, 20, 2)]
+        async with asyncio.timeout(10):
+            while len(b.fetcher._paused) < 10:
+                await asyncio.sleep(0.01)
+        down = False
+        began = time.monotonic()
+        await b.get(30)
+        await asyncio.gather(*waiting)
+        assert time.monotonic() - began < 1.5, "none has waited for its own two to four seconds"
+        assert not b.fetcher._paused
+
+
 async def test_an_unreachable_source_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
     def fault(_offset: int, _length: int) -> int:
         raise UnavailableError("down")

@@ -93,6 +93,7 @@ class Fetcher:
         self._woken = False
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._paused: dict[Flight, asyncio.TimerHandle] = {}
         self._backlog = 0
         self._drained = asyncio.Event()
         self._drained.set()
@@ -353,6 +354,8 @@ class Fetcher:
                 closed = self._closed
             if done == len(flights):
                 layer.preferred = number
+                if self._paused:
+                    self._wake_paused(layer)
                 self.stats.range_seconds.observe(time.monotonic() - begun)
             elif not closed:
                 layer.went_wrong("source", failure)
@@ -538,7 +541,7 @@ class Fetcher:
         if all(number in flight.useless for number in known):
             self._fail(flight, str(error))
             return
-        delay = 0.0
+        delay, said = 0.0, None
         if all(number in flight.useless or number in flight.tried for number in known):
             said = error.retry_after if isinstance(error, UnavailableError) else None
             if said is not None:
@@ -551,10 +554,23 @@ class Fetcher:
             if flight.priority != DEMAND or time.monotonic() + delay > flight.deadline:
                 self._fail(flight, str(error), again_in=delay)
                 return
+        self._pause(flight, delay, wakes=said is None)
+
+    def _pause(self, flight: Flight, delay: float, *, wakes: bool = False) -> None:
+        """Queue a flight again in ``delay`` seconds; where it ``wakes``, as soon as something of its layer arrives."""
         flight.state = PAUSED
-        self._loop.call_later(delay, self._requeue, flight)
+        timer = self._loop.call_later(delay, self._requeue, flight)
+        if wakes and delay > 0:
+            self._paused[flight] = timer
+
+    def _wake_paused(self, layer: FetchLayer) -> None:
+        """The layer's source works: those that failed before need not wait for their time."""
+        for flight in [flight for flight in self._paused if flight.layer is layer]:
+            self._paused[flight].cancel()
+            self._requeue(flight)
 
     def _requeue(self, flight: Flight) -> None:
+        self._paused.pop(flight, None)
         with self._lock:
             if self._closed or flight.state != PAUSED:  # it has come with a stream meanwhile
                 return
@@ -569,8 +585,7 @@ class Fetcher:
         now = time.monotonic()
         with self._lock:
             if flight.priority == DEMAND and now + again_in <= flight.deadline:  # he came when it had been given up already
-                flight.state = PAUSED
-                self._loop.call_later(again_in, self._requeue, flight)
+                self._pause(flight, again_in)
                 return
             layer.flights.pop(frame, None)
             if flight.priority == DEMAND:

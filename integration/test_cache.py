@@ -61,6 +61,8 @@ def small(line: str, home: str, registry: Registry, store: Store) -> Iterator[No
     settings = {"blobfs.cache": bounds, "snapshotter": "complete_check = 0.3", "blobfs.fill": "quiet = 0.1\ncpu_busy = 1"}
     with Node(line, path, registry=registry.host, settings=settings) as node:
         yield node
+        # The kernel may still read ahead what has been evicted; who takes the server away then leaves those reads waiting.
+        wait_until("all reads to be answered", lambda: node.blobfs.metric("weenv_blobfs_waiting") == 0, 60)
         assert not node.complaints()
 
 

@@ -14,6 +14,7 @@ from weenv.core.errors import MountError
 from weenv.plugin.snapshotter.mounts import filesystem_at, mount, unmount
 from weenv.plugin.snapshotter.planes.erofs import probe_kernel
 from weenv_testkit import tools
+from weenv_testkit.node import Node
 
 
 @pytest.fixture(params=["tmpfs", "overlay"])
@@ -71,3 +72,34 @@ def test_the_probe_is_of_the_root_and_not_of_the_temporary_directory(tmp_path: P
         assert found["plane"] == "ok", done.stdout
     finally:
         unmount(f"{tmp_path}/t")
+
+
+def test_a_node_that_works_has_nothing_to_mend(node: Node, tmp_path: Path) -> None:
+    """And what is taken away from it is named: a daemon, the configuration, a registry."""
+
+    def ask(*more: str) -> tuple[int, dict[str, dict[str, str]]]:
+        argv = [*tools.weenv(), "doctor", "--config", node.run_config(), "--containerd-config", f"{node.containerd.home}/config.toml"]
+        argv += ["--docker-config", f"{tmp_path}/daemon.json", "--json", *more]
+        done = subprocess.run(argv, capture_output=True, text=True, check=False)
+        return done.returncode, {row["name"]: row for row in json.loads(done.stdout)}
+
+    code, found = ask()
+    states = {name: row["state"] for name, row in found.items()}
+    assert code == 0, [row for row in found.values() if row["state"] == "fail"]
+    for name in ("plane", "blobfs", "cache", "snapshotter", "containerd", "plugin", "proxy plugin", "disk abilities", "cgroups"):
+        assert states[name] == "ok", found[name]
+    assert all(row["remedy"] for row in found.values() if row["state"] in ("warn", "fail"))
+    assert states[f"registry {node.containerd.registry}"] == "ok", "it is configured"
+    code, found = ask("--registry", "127.0.0.1:1")
+    assert (code, found["registry 127.0.0.1:1"]["state"]) == (1, "fail")
+    (tmp_path / "daemon.json").write_text('{"storage-driver": "weenv"}')
+    code, found = ask()
+    assert (code, found["docker"]["state"]) == (1, "fail")
+    (tmp_path / "daemon.json").unlink()
+    node.blobfs.kill()
+    try:
+        code, found = ask()
+        assert (code, found["blobfs"]["state"]) == (1, "fail") and "weenv blobfs serve" in found["blobfs"]["remedy"]
+    finally:
+        node.start_blobfs()
+    assert ask()[0] == 0

@@ -8,26 +8,33 @@ from pathlib import Path
 import pytest
 
 from weenv_testkit import kernels
-from weenv_testkit.installguest import PACKAGES, SUITES, usable
+from weenv_testkit.installguest import PACKAGES, SUITES, suite_to_boot, usable
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
-SOAK = (pytest.mark.soak, pytest.mark.timeout(900))  # its system may have to be made first
+pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
 
 
-@pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
-@pytest.mark.parametrize(
-    ("suite", "more"), [(SUITES[0], ""), *(pytest.param(suite, "more", marks=SOAK) for suite in SUITES)]
-)
-def test_a_node_from_install_to_uninstall(suite: str, more: str, store: Store, registry: Registry) -> None:
-    if not usable(suite):
-        pytest.skip(f"this Python is not {suite}'s")
+def node(suite: str, store: Store, registry: Registry, *more: str, timeout: float) -> None:
+    """Boot a system and have :mod:`weenv_testkit.installguest` try it."""
     image = store.lazy("pair")
-    root = kernels.system(*PACKAGES, suite=suite)
     clone = str(Path(__file__).parents[1])
-    script = f"exec {sys.executable} -m weenv_testkit.installguest {registry.root} {registry.host} {image} {more}"
+    script = " ".join(["exec", sys.executable, "-m weenv_testkit.installguest", registry.root, registry.host, image, *more])
     done = kernels.run(
-        kernels.UML, script, root=root, systemd=True, timeout=800 if more else 270, memory=1536, disk=1024,
+        kernels.UML, script, root=kernels.system(*PACKAGES, suite=suite), systemd=True, timeout=timeout, memory=1536, disk=1024,
         shares=[registry.root], environment={"PYTHONPATH": f"{clone}/integration", "PYTHONDONTWRITEBYTECODE": "1"},
     )  # fmt: skip
     assert "uninstalled: everything is as it was" in done.ok(), done
+
+
+def test_a_node_from_install_to_uninstall(store: Store, registry: Registry) -> None:
+    node(suite_to_boot(), store, registry, timeout=270)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)  # its system may have to be made first
+@pytest.mark.parametrize("suite", SUITES)
+def test_a_node_of_each_debian(suite: str, store: Store, registry: Registry) -> None:
+    if not usable(suite):
+        pytest.skip(f"this Python is not {suite}'s")
+    node(suite, store, registry, "more", timeout=800)

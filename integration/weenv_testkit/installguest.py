@@ -41,6 +41,11 @@ def usable(suite: str) -> bool:
     return not os.path.realpath(sys.executable).startswith("/usr/bin/") or tools.sources()["codename"] == suite
 
 
+def suite_to_boot() -> str:
+    """The first of them that can be used here, at worst the machine's own."""
+    return next(filter(usable, SUITES), tools.sources()["codename"])
+
+
 def say(text: str) -> None:
     """One line of the report."""
     print(f"{time.monotonic() - _BEGIN:6.1f} {text}", flush=True)

@@ -16,8 +16,8 @@ from weenv_testkit.store import PACKAGES
 
 def install_into() -> None:
     """What test_install boots."""
-    if kernels.supported() and installguest.usable(installguest.SUITES[0]):
-        kernels.system(*installguest.PACKAGES, suite=installguest.SUITES[0])
+    if kernels.supported():
+        kernels.system(*installguest.PACKAGES, suite=installguest.suite_to_boot())
 
 
 STEPS: dict[str, Callable[[], object]] = {

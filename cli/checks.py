@@ -12,7 +12,7 @@ import os
 import re
 import socket
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -87,6 +87,18 @@ def containerd_config(text: str, address: str, name: str = "weenv") -> Iterator[
     if version >= 3:
         yield from _transfer(config, exports, name)
     yield from _cri(config, version, name)
+
+
+def id_mapping(capabilities: Collection[str], plane: str) -> Finding:
+    """What the running containerd was told of id-mapped mounts, against what ``plane`` (``erofs``, ``fuse`` or unknown) can."""
+    name = "user namespaces"
+    if "remap-ids" not in capabilities:
+        remedy = 'add capabilities = ["remap-ids"] to the proxy plugin where pods have hostUsers: false'
+        return Finding(name, "skip", "remap-ids is not advertised: containerd copies an image for each range of ids", remedy)
+    if plane == "fuse":
+        remedy = "take it out of the proxy plugin's capabilities, or containers in user namespaces do not start"
+        return Finding(name, "warn", "remap-ids is advertised, and ids cannot be mapped on the fuse plane", remedy)
+    return Finding(name, "ok", "remap-ids is advertised: layers are mounted with mapped ids")
 
 
 def _transfer(config: dict[str, Any], exports: dict[str, Any], name: str) -> Iterator[Finding]:

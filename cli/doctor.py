@@ -26,7 +26,7 @@ def _plane(setting: str, root: str) -> checks.Finding:
     return checks.Finding("plane", "warn" if choice.better else "ok", f"{choice.name}: {choice.why}", choice.better)
 
 
-async def _running(address: str, name: str, socket: str) -> tuple[list[checks.Finding], str]:
+async def _running(address: str, name: str, socket: str, plane: str) -> tuple[list[checks.Finding], str]:
     """Whether the containerd that ``weenv run`` uses answers, and has our plugin as it runs now; and its version."""
     from weenv.plugin.containerd.client import Client
 
@@ -39,7 +39,8 @@ async def _running(address: str, name: str, socket: str) -> tuple[list[checks.Fi
         return [checks.Finding("containerd", "fail", str(error) or f"no answer at {address} in 5 s", hint)], ""
     answers = checks.Finding("containerd", "ok", f"{render.plain(version)} answers at {address}")
     if loaded:
-        return [answers, checks.Finding("plugin", "ok", f"{name} is loaded")], version
+        mapping = checks.id_mapping(loaded[0].capabilities, plane)
+        return [answers, checks.Finding("plugin", "ok", f"{name} is loaded"), mapping], version
     remedy = f'declare [proxy_plugins.{name}] with type = "snapshot" and address = "{socket}", and start containerd again'
     return [answers, checks.Finding("plugin", "fail", f"the running containerd has no snapshotter {name!r}", remedy)], version
 
@@ -149,12 +150,13 @@ def doctor(
     findings = [*checks.kernel()]
     if (resend := nodechecks.resend(os.uname().release)) is not None:
         findings.append(resend)
-    findings.append(_plane(config.plane, config.root))
+    plane = _plane(config.plane, config.root)
+    findings.append(plane)
     findings += nodechecks.settings(config.root, config.blobs, blobfs.root, blobfs.mountpoint)
     findings += _blobs(config.blobs, blobfs.status_socket)
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
-    running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket))
+    running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket, plane.seen.partition(":")[0]))
     written, text = _containerd(containerd_config, config.socket, run.snapshotter)
     findings += [*running, *written, *nodechecks.docker(docker_config, run.address, run.snapshotter)]
     findings += [checks.disk(config.root), *nodechecks.disk_abilities(config.root)]

@@ -100,3 +100,10 @@ def test_kernel_reports_what_the_kernel_says() -> None:
     found = {f.name: f for f in checks.kernel()}
     assert os.uname().release in found["kernel"].seen
     assert all(f.state == "ok" or f.remedy for f in found.values())
+
+
+def test_id_mapping_is_advertised_only_where_it_works() -> None:
+    assert checks.id_mapping(["remap-ids"], "erofs").state == "ok"
+    assert checks.id_mapping([], "erofs").state == "skip"
+    refused = checks.id_mapping(["remap-ids"], "fuse")
+    assert refused.state == "warn" and "take it out" in refused.remedy

@@ -359,7 +359,7 @@ def _refuse_strangers(manager: Manager, root: str) -> None:
     """Daemons that somebody started by hand are not ours to replace or to take mounts from."""
     from weenv.plugin.snapshotter.status import collect
 
-    if manager.state("weenv-snapshotter.service") == "inactive" and (found := collect(root)).running:
+    if manager.state("weenv-snapshotter.service") in ("inactive", "failed") and (found := collect(root)).running:
         raise ConfigError(
             f"a snapshotter that is no service serves {root} (pid {found.pid})",
             hint="end weenv serve, or both daemons (containers go on), and run this again",

@@ -58,6 +58,13 @@ def test_there_and_back(tree: Tree, tmp_path: Path) -> None:
     assert contents(str(tmp_path)) == before
 
 
+def test_a_copy_is_as_secret_as_the_file(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "etc/c.toml").chmod(0o600)
+    install(tree)
+    assert (tmp_path / "etc/c.toml.before-weenv").stat().st_mode & 0o777 == 0o600
+    assert (tmp_path / "etc/c.toml").stat().st_mode & 0o777 == 0o600
+
+
 def test_a_plan_changes_nothing(tree: Tree, tmp_path: Path) -> None:
     before = contents(str(tmp_path))
     plan = steps.plan(tree, Record(), ITEMS, LINKS, [TOML, JSON], within=("/usr/u",))

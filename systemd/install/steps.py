@@ -140,7 +140,7 @@ def begin(tree: Tree, record: Record, steps: Plan) -> None:
         if write.edit is not None:
             record.edits[write.path] = write.edit
             if write.edit.backup and write.old is not None and tree.read(write.edit.backup) is None:
-                tree.write(write.edit.backup, write.old)
+                tree.write(write.edit.backup, write.old, like=write.path)  # it may hold secrets
         else:
             record.files[write.path] = [*record.files.get(write.path, ()), digest(write.new)]
     record.links.update(steps.links)

@@ -73,12 +73,15 @@ class Tree:
             raise ConfigError(f"{path} is larger than {limit} bytes")
         return data
 
-    def write(self, path: str, data: bytes) -> None:
-        """Write a file, durably and at once, and make its directory. It keeps mode and owner, or gets 0644."""
+    def write(self, path: str, data: bytes, *, like: str = "") -> None:
+        """Write a file, durably and at once, and make its directory.
+
+        It has mode and owner of the file ``like``, keeps its own, or gets 0644.
+        """
         os.makedirs(self.host(os.path.dirname(path)), 0o755, exist_ok=True)
         place = self.host(path)
         try:
-            old = os.stat(place)
+            old = os.stat(self.host(like) if like else place)
         except FileNotFoundError:
             write_atomic(place, data, mode=0o644)
             os.chmod(place, 0o644)

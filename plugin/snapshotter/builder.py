@@ -144,7 +144,8 @@ def _answer(answer: dict[str, Any]) -> None:
     if len(line) > 4000:  # a pipe keeps writes of up to 4096 bytes whole
         answer["message"] = str(answer.get("message", ""))[:1000]
         line = json.dumps(answer)
-    os.write(1, line.encode() + b"\n")
+    with contextlib.suppress(BrokenPipeError):  # the daemon was killed meanwhile: the next one asks anew
+        os.write(1, line.encode() + b"\n")
 
 
 # the daemon's side

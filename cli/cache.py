@@ -42,12 +42,14 @@ def _bytes(_ctx: click.Context, _param: click.Parameter, value: str | None) -> i
 def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     """The answer of the running blobfs, or the same from the directories where none runs."""
     from weenv.plugin.snapshotter.blobfs import config as blobfs_config
-    from weenv.plugin.snapshotter.blobfs import control
-    from weenv.plugin.snapshotter.cache.keeper import Keeper, matches
+    from weenv.plugin.snapshotter.blobfs.ask import ask
 
     config = blobfs_config.from_table(tables.get("blobfs", {}))
-    if (answer := control.ask(config.status_socket, request, patience=_PATIENCE)) is not None:
+    if (answer := ask(config.status_socket, request, patience=_PATIENCE)) is not None:
         return answer
+    from weenv.plugin.snapshotter.blobfs.control import prune_request
+    from weenv.plugin.snapshotter.cache.keeper import Keeper, matches
+
     keeper = Keeper(config.root, config.cache)
     try:
         if request["op"] == "cache":
@@ -55,7 +57,7 @@ def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
             bounds = size.bounds
             cache = {"data": size.data, "high": bounds.high if bounds.bounded else None}
             return {"layers": keeper.rows(), "cache": {**cache, "low": bounds.low if bounds.bounded else None}}
-        which, to, dry = control.prune_request(request)
+        which, to, dry = prune_request(request)
         if unknown := matches(which.prefixes, keeper.entries()):
             raise InvalidRequest(f"no layer here begins with {unknown[0]}", hint="see weenv cache ls")
         return keeper.prune(which, to, dry=dry)

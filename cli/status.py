@@ -20,7 +20,7 @@ _NAMESPACES = 3
 
 def blobfs_status(path: str) -> dict[str, Any] | None:
     """What the running blobfs says of itself, or None where none answers."""
-    from weenv.plugin.snapshotter.blobfs.control import ask
+    from weenv.plugin.snapshotter.blobfs.ask import ask
 
     return ask(path, {"op": "status"})
 

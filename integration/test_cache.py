@@ -125,7 +125,7 @@ def test_every_task_finishes_right_with_a_tenth_of_the_image_cached(small: Node,
         held.done.set()
         watcher.join()
     high = STREAM // 10
-    wait_until("the cache to be within its bounds", lambda: held.now() <= high, 20)
+    wait_until("the cache to be within its bounds", lambda: held.now() <= high, 60)
     assert small.blobfs.metric("weenv_blobfs_evicted_bytes_total", reason="size") > STREAM
     # It is looked at ten times a second: in between no more comes than the whole image.
     assert sorted(held.seen)[len(held.seen) // 2] < 3 * high, "most of the time it is about as large as it may be"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from weenv.plugin.snapshotter import builder, mounts
-from weenv.plugin.snapshotter.blobfs.control import ask
+from weenv.plugin.snapshotter.blobfs.ask import ask
 from weenv.plugin.snapshotter.cache.present import frame_states, is_complete, is_whole, progress
 from weenv.plugin.snapshotter.layerdir import EVICT
 from weenv_testkit import tools
@@ -114,7 +114,7 @@ def churn(path: str, seconds: float, disturb: Callable[[Blobfs], None] | None) -
             wait_until("readers to go on", lambda: readers.reads > before + 20, 60)
         evicted += blobfs.status()["cache"]["evicted_frames"].get("size", 0)
         assert evicted > 50, "the test is to evict what is being read"
-        wait_until("the cache to be within its bounds", lambda: data(blobfs, LAYER) + data(blobfs, OTHER) <= 2 * MIB, 20)
+        wait_until("the cache to be within its bounds", lambda: data(blobfs, LAYER) + data(blobfs, OTHER) <= 2 * MIB, 60)
         for path_, layer in paths.items():
             with open(path_, "rb") as file:
                 forget(file.fileno())
@@ -168,7 +168,7 @@ def test_what_was_read_last_stays(path: str) -> None:
                 os.pread(file.fileno(), 4096, position)
                 assert os.pread(hot, 4096, position % MIB) == THIRD.stream[position % MIB :][:4096]
                 time.sleep(0.02)
-        wait_until("eviction", lambda: blobfs.status()["cache"]["data"] <= 10 * MIB, 20)
+        wait_until("eviction", lambda: blobfs.status()["cache"]["data"] <= 10 * MIB, 60)
         assert progress(blobfs.directory(OTHER))[0] < 6 * MIB
         states = frame_states(blobfs.directory(THIRD), THIRD.frames.content_sizes, len(THIRD.stream))
         assert states is not None
@@ -292,14 +292,14 @@ def test_a_layer_that_the_kernel_reads_by_itself_is_never_punched(path: str) -> 
                 blobfs.end(signal.SIGKILL)
                 blobfs.table["cache"] = {"high": 1 * MIB, "interval": 0.05}
                 blobfs.start()
-                wait_until("it to ask", lambda: os.path.exists(f"{blobfs.directory(LAYER)}/{EVICT}"), 20)
+                wait_until("it to ask", lambda: os.path.exists(f"{blobfs.directory(LAYER)}/{EVICT}"), 60)
                 assert is_complete(blobfs.directory(LAYER)) and not is_whole(blobfs.directory(LAYER))
                 whole(over)
-                wait_until("it to say so", lambda: "nothing can be evicted" in blobfs.log(), 20)
+                wait_until("it to say so", lambda: "nothing can be evicted" in blobfs.log(), 60)
                 assert is_complete(blobfs.directory(LAYER))
             finally:
                 mounts.unmount(over)
-        wait_until("it to go now", lambda: data(blobfs, LAYER) <= 1 * MIB, 20)
+        wait_until("it to go now", lambda: data(blobfs, LAYER) <= 1 * MIB, 60)
         assert not os.path.exists(f"{blobfs.directory(LAYER)}/{EVICT}")
         assert read(f"{blobfs.config.mountpoint}/{LAYER.name}") == LAYER.stream
 
@@ -311,4 +311,4 @@ def test_what_was_asked_for_is_withdrawn_where_there_is_room(path: str) -> None:
         blobfs.end(signal.SIGKILL)
         marker.touch()  # by a server before this one
         blobfs.start()
-        wait_until("the mark to go", lambda: not marker.exists(), 10)
+        wait_until("the mark to go", lambda: not marker.exists(), 60)

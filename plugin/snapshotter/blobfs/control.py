@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -99,23 +98,3 @@ class Control:
             writer.close()
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
-
-
-def ask(path: str, request: dict[str, Any], *, patience: float = 5.0) -> dict[str, Any] | None:
-    """What the running blobfs answers, or None where none does. Raises :class:`InvalidRequest` for what it refuses."""
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(patience)
-            connection.connect(path)
-            connection.sendall(json.dumps(request).encode() + b"\n")
-            parts = []
-            while part := connection.recv(1 << 16):
-                parts.append(part)
-        answer = json.loads(b"".join(parts))
-    except (OSError, ValueError):
-        return None
-    if not isinstance(answer, dict):
-        return None
-    if "error" in answer:
-        raise InvalidRequest(str(answer["error"])[:1000], hint=str(answer.get("hint", ""))[:1000])
-    return answer

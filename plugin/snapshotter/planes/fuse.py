@@ -44,6 +44,8 @@ log = logging.getLogger(__name__)
 FILESYSTEM = "fuse.weenv-layer"
 """The type shown in mountinfo; the kernel takes any subtype of ``fuse``."""
 _SOURCE = "weenv-layer"
+_MAX_READ = 128 << 10
+"""Bytes of one READ, which bounds what a server holds in memory: 256 requests at a time (fusehost.py) are 32 MiB."""
 _PATIENCE = 30.0
 """Seconds for a host or a server to answer."""
 _HOST = "weenv.plugin.snapshotter.planes.fusehost"
@@ -113,7 +115,8 @@ class FusePlane:
                 mounts.detach(target)
                 mounts.mount(
                     f"{_SOURCE}:{name}:{who['pid']}:{who['start']}", target, FILESYSTEM, mounts.MS_RDONLY | mounts.MS_NOATIME,
-                    f"fd={fuse},rootmode=40755,user_id={os.geteuid()},group_id={os.getegid()},allow_other,default_permissions",
+                    f"fd={fuse},rootmode=40755,user_id={os.geteuid()},group_id={os.getegid()},allow_other,default_permissions"
+                    f",max_read={_MAX_READ}",
                 )  # fmt: skip
                 try:
                     server.send(pack({"op": "go"}))

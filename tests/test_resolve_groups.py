@@ -22,7 +22,7 @@ from weenv.registry.groupref.model import ARTIFACT_TYPE, KIND, VERSION
 from weenv.registry.groupref.resolve import Resolver
 from weenv.registry.manifest import OCI_CONFIG, OCI_INDEX, OCI_LAYER_ZSTD, OCI_MANIFEST
 
-QUICK = RegistryConfig(attempts=1, deadline=2.0, retry_delay=0.01)
+QUICK = RegistryConfig(attempts=1, deadline=10.0, retry_delay=0.01)
 
 
 def image(

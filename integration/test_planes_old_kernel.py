@@ -14,10 +14,7 @@ pytestmark = [
     pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64"),
 ]
 
-CHOSEN = (
-    "empty_layer or one_inode or past_the_end or whiteouts or permissions or extended_attributes or killed_server or "
-    "next_blobfs or outlive or taken_over or holes"
-)
+CHOSEN = "empty_layer or one_inode or past_the_end or whiteouts or killed_server or next_blobfs"
 SCRIPT = """
 cd "$CLONE"
 printf '[snapshotter]\nroot = "/var/tmp/weenv"\n' > /tmp/weenv.toml  # on a disk, as on a node

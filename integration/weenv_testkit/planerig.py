@@ -43,7 +43,7 @@ class Rig:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """The outcome of a coroutine, in the plane's event loop."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(200)
 
     def make_plane(self) -> Plane:
         """The plane of a snapshotter that has just begun."""

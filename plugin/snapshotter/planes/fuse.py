@@ -48,6 +48,8 @@ _MAX_READ = 128 << 10
 """Bytes of one READ, which bounds what a server holds in memory: 256 requests at a time (fusehost.py) are 32 MiB."""
 _PATIENCE = 30.0
 """Seconds for a host or a server to answer."""
+_START = 120.0
+"""Seconds for a host to come up: a third of a second of imports, on a machine that has the time."""
 _HOST = "weenv.plugin.snapshotter.planes.fusehost"
 
 
@@ -228,7 +230,7 @@ def _ended(connection: socket.socket) -> bool:
 def _start_host(path: str) -> socket.socket:
     """A connection to the host at ``path`` that keeps it there; it is started where there is none. Blocking."""
     process: subprocess.Popen[bytes] | None = None
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _START
     while True:
         try:
             hold = _connect(path)

@@ -27,7 +27,6 @@ from typing import Final
 from weenv.core.errors import (
     FormatError,
     NotFoundInSource,
-    SourceError,
     StorageError,
     UnauthorizedError,
     UnavailableError,
@@ -638,4 +637,4 @@ def _kind(error: WeenvError) -> str:
         return "notfound"
     if isinstance(error, UnauthorizedError):
         return "unauthorized"
-    return "source" if isinstance(error, SourceError) else "storage"
+    return "storage" if isinstance(error, StorageError) else "source"

@@ -48,10 +48,11 @@ def test_everything_on_cgroup_v2() -> None:
 def test_pressure_of_idle_environments_wakes_the_controller() -> None:
     """In an emulator on a machine with other things to do, times say little; that anybody came within a minute says all."""
     command = f"cd {ROOT} && PYTHONPATH=integration {sys.executable} -m weenv_testkit.pressure"
-    seen = json.loads(kernels.run(LINUX_6_12, command, timeout=1200).ok().splitlines()[-1])
+    lines = kernels.run(LINUX_6_12, command, timeout=1200).ok().splitlines()
+    seen = {name: value for line in lines if line.startswith("{") for name, value in json.loads(line).items()}
     raised, told = ([round(1000 * value) for value in seen[name]] for name in ("raised", "told"))
     print(f"burst to cpu.max changed: {raised} ms; to the kernel's word: {told} ms; at rest {seen['rest_cpu']:.2%} of a CPU")
     assert seen["looks"] == 0, "nobody looks at what rests"
     assert max(seen["raised"]) < 20, "the next look of our own would have come after a minute"
     limit, used, killed = seen["grown"]
-    assert limit > used > 48 << 20 and killed == 0
+    assert limit > used > 40 << 20 and killed == 0

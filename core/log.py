@@ -37,9 +37,12 @@ class TextFormatter(logging.Formatter):
         return line
 
 
-def event_name(template: str) -> str:
-    """A log call's name, for machines to tell it by: its text without what is filled in, ``image-is-not-served-lazily``."""
-    return "-".join(_WORD.findall(_FILLED_IN.sub(" ", template).lower()))
+def event_name(template: str, logger: str = "") -> str:
+    """A log call's name, for machines to tell it by: its text without what is filled in, ``image-is-not-served-lazily``.
+
+    Where nothing else is in it, the last part of its ``logger``.
+    """
+    return "-".join(_WORD.findall(_FILLED_IN.sub(" ", template).lower())) or logger.rpartition(".")[2]
 
 
 class JsonFormatter(logging.Formatter):
@@ -51,7 +54,7 @@ class JsonFormatter(logging.Formatter):
             "time": record.created,
             "level": record.levelname.lower(),
             "logger": record.name,
-            "event": event_name(str(record.msg)),
+            "event": event_name(str(record.msg), record.name),
             "message": record.getMessage(),
         }
         if record.exc_info:

@@ -163,7 +163,7 @@ def _event(call: ast.Call, module: str, local: dict[str, set[str]]) -> Event | N
     if method.attr not in LEVELS or not (isinstance(first, ast.Constant) and isinstance(first.value, str)):
         return None
     fields = next((_keys(keyword.value, local) for keyword in call.keywords if keyword.arg == "extra"), set())
-    return Event(module, event_name(first.value), LEVELS[method.attr], tuple(sorted(fields)))
+    return Event(module, event_name(first.value, module), LEVELS[method.attr], tuple(sorted(fields)))
 
 
 def page() -> str:

@@ -57,6 +57,7 @@ def test_a_line_has_a_name_that_does_not_depend_on_what_it_is_about() -> None:
 )
 def test_names(template: str, name: str) -> None:
     assert event_name(template) == name
+    assert event_name(template, "weenv.plugin.x") == (name or "x")
 
 
 def test_fields_take_the_place_of_nothing() -> None:

@@ -258,6 +258,24 @@ async def test_a_group_that_is_gone_waits_for_its_end_to_be_told(node: Node) -> 
     assert node.events("ended")[0]["cause"] == "completed"
 
 
+@pytest.mark.parametrize(("status", "why"), [(0, "completed"), (3, "failed"), (None, "unknown")])
+async def test_the_end_of_one_that_was_over_before_it_was_looked_at_is_told(
+    node: Node, status: int | None, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(_found: Found) -> Reader:
+        raise CgroupGone("gone")
+
+    monkeypatch.setattr(node.controller, "_open", gone)
+    key = EnvKey("default", "short")
+    node.controller.started(Found(key, 4711, BOUNDS))
+    node.controller.ended(key, status)
+    (event,) = node.events("ended")
+    assert (event["env"], event["status"], event["cause"]) == ("default/short", status, why)
+    node.controller.ended(key, status)
+    node.controller.ended(EnvKey("default", "nobody's"), 1)
+    assert len(node.events("ended")) == 1 and node.metric("weenv_elastic_ended_total", cause=why) == 1
+
+
 async def test_a_refused_change_is_shown_and_counted(node: Node) -> None:
     group = node.add("a")
     node.runtime.refusals = [Refused("no")]

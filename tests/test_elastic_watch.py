@@ -13,8 +13,8 @@ from weenv.plugin.nri import labels
 from weenv.plugin.nri.annotations import own_limits, parse, plan_ceiling
 from weenv.plugin.nri.config import MIB, ElasticConfig
 from weenv.plugin.nri.creation import RECORD
-from weenv.plugin.nri.model import Quota, Role
-from weenv.plugin.nri.watch import wanted
+from weenv.plugin.nri.model import EnvKey, Quota, Role
+from weenv.plugin.nri.watch import Found, Watcher, wanted
 
 CONFIG = ElasticConfig()
 GIB = 1 << 30
@@ -112,3 +112,32 @@ def test_a_spec_that_limits_nothing_or_is_malformed(spec: dict[str, Any]) -> Non
 def test_ceilings_of_plans() -> None:
     assert plan_ceiling("8,1073741824") == (8.0, GIB)
     assert plan_ceiling("0,0") == (0.0, 0) == plan_ceiling("") == plan_ceiling("x,y,z")
+
+
+class Listener:
+    """Remembers what it was told."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, Any]] = []
+
+    def started(self, found: Found) -> None:
+        self.told.append(("started", found.pid))
+
+    def ended(self, key: EnvKey, status: int | None) -> None:
+        self.told.append(("ended", status))
+
+    def killed_for_memory(self, key: EnvKey) -> None:
+        """Not here."""
+
+
+def test_a_listing_that_is_older_than_an_end_brings_nobody_back(caplog: pytest.LogCaptureFixture) -> None:
+    listener = Listener()
+    watcher = Watcher(None, listener, CONFIG)  # type: ignore[arg-type]
+    key = EnvKey("default", "c1")
+    record = container({labels.ELASTIC: "true", labels.ROLE: "king"})
+    watcher._offer(key, 7, record)
+    watcher._gone(key, 3)
+    watcher._offer(key, 7, record)
+    assert listener.told == [("started", 7), ("ended", 3)] and caplog.text.count("king") == 1
+    watcher._offer(key, 8, record)  # the same name again
+    assert listener.told[2:] == [("started", 8)]

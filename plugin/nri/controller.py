@@ -81,6 +81,8 @@ class Controller:
         self._open = opened
         self._clock = clock
         self._envs: dict[EnvKey, Env] = {}
+        self._missed: set[EnvKey] = set()
+        """Those that were over before they could be looked at; their end is still to be told."""
         self._slots: dict[int, list[Env]] = {}
         self._poke = asyncio.Event()
         self._next: float = -math.inf
@@ -167,6 +169,7 @@ class Controller:
             reader = self._open(found)
             quota = reader.limits()
         except CgroupGone:
+            self._missed.add(found.key)
             return
         except CgroupUnreadable as error:
             log.warning("%s cannot be managed: %s", found.key, error.message)
@@ -207,7 +210,8 @@ class Controller:
             # A kill that ended it may be told later than its end; its group mostly still has the counter.
             with contextlib.suppress(CgroupGone, CgroupUnreadable):
                 self._record.oom_kill(env, key, env.reader.sample(self._clock(), whole=True))
-        self._record.ended(env, key, status, self._clock())
+        self._record.ended(env, key, status, self._clock(), missed=key in self._missed)
+        self._missed.discard(key)
         if env is not None:
             self._forget(env)
         else:

@@ -150,10 +150,16 @@ class Record:
         )  # fmt: skip
         await self._set(env.key, {labels.ENDED: Cause.EMERGENCY.value}, managed=True)
 
-    def ended(self, env: Env | None, key: EnvKey, status: int | None, now: float) -> None:
-        """An environment has ended."""
+    def ended(self, env: Env | None, key: EnvKey, status: int | None, now: float, *, missed: bool = False) -> None:
+        """An environment has ended; ``missed``: before it could be looked at. One that was never ours is nobody's business."""
         if env is None:
-            self._kills.pop(key, None)
+            kills = self._kills.pop(key, 0)
+            if missed:
+                why = cause(status, emergency=False, oom_kills=kills, starved_s=0.0, lived_s=0.0)
+                self._metrics.ended.labels(why.value).inc()
+                self.event(Kind.ENDED, key, status=status, cause=why.value, oom_kills=kills)
+                if why is not Cause.UNKNOWN:
+                    self._label(key, {labels.ENDED: why.value}, managed=True)
             return
         last = env.state.last
         why = cause(status, emergency=env.emergency, oom_kills=env.oom_kills, starved_s=env.starved_s, lived_s=now - env.began)

@@ -103,6 +103,8 @@ class Watcher:
         self._every = every
         self._known: dict[EnvKey, int] = {}
         self._complained: set[EnvKey] = set()
+        self._over: set[tuple[EnvKey, int]] = set()
+        """(container, first process) of what has ended since the present listing was asked for, which may still have it."""
         self.on_listed: Callable[[], None] = lambda: None
         """Called after each listing."""
 
@@ -152,7 +154,9 @@ class Watcher:
             self._gone(key, int(event.body.exit_status))
 
     def _gone(self, key: EnvKey, status: int | None) -> None:
-        if self._known.pop(key, None) is not None:
+        pid = self._known.pop(key, None)
+        if pid is not None:
+            self._over.add((key, pid))
             self._complained.discard(key)
             self._listener.ended(key, status)
 
@@ -163,8 +167,8 @@ class Watcher:
         self._offer(key, pid, record)
 
     def _offer(self, key: EnvKey, pid: int, record: Container) -> None:
-        if self._known.get(key) == pid:
-            return  # the listing and an event saw the same start
+        if self._known.get(key) == pid or (key, pid) in self._over:
+            return  # the listing and an event saw the same start, or an event its end as well
         said = wanted(record, key.namespace, self._namespaces, self._config)
         self._known[key] = pid
         if said is None:
@@ -181,6 +185,7 @@ class Watcher:
     async def list_all(self) -> None:
         """Compare with what containerd has now. Raises ContainerdError."""
         before, seen = set(self._known), set()
+        self._over.clear()
         for namespace in await self._client.namespaces():
             if not self._looked_at(namespace):
                 continue

@@ -56,6 +56,7 @@ def test_user_mode_linux(home: str) -> None:
     nothing_left()
 
 
+@pytest.mark.soak
 def test_linux_6_12_in_qemu(home: str) -> None:
     lines = seen(LINUX_6_12, home)
     assert lines[0].startswith("6.12.") and lines[1:3] == ["0", "2"]

@@ -32,7 +32,6 @@ import re
 import secrets
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -43,7 +42,7 @@ from pathlib import Path
 
 from weenv_testkit import fetch_tools, images, tools
 from weenv_testkit.fetch_tools import TOOLS, PrivateApt, SetupError, Tool
-from weenv_testkit.procs import Failed
+from weenv_testkit.procs import Failed, children_of, end_processes
 from weenv_testkit.procs import run as run_program
 
 LAYOUT = "1"
@@ -509,9 +508,9 @@ class _Guest:
             except subprocess.TimeoutExpired:
                 return None
             finally:
-                # The first process of a pid namespace takes all others with it, and they their mounts.
+                # The first process of a pid namespace takes all others with it, and they their mounts; it ends after them.
                 if child.poll() is None:
-                    child.send_signal(signal.SIGKILL)
+                    end_processes([child.pid, *children_of([child.pid])], timeout=60)
                     child.wait()
 
 

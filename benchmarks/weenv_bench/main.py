@@ -288,7 +288,7 @@ def part_planes(bench: Bench) -> list[Row]:
     def node(plane: str) -> AbstractContextManager[Node]:
         return bench.node(weenv=True, plane=plane)
 
-    return planesparts.planes(node, f"{REPOSITORY}:weenv", bench.recipe, 3 if bench.quick else 5)
+    return planesparts.planes(node, f"{REPOSITORY}:weenv", bench.recipe, bench.rounds)
 
 
 def part_prepare(bench: Bench) -> list[Row]:

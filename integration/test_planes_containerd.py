@@ -14,10 +14,8 @@ from test_lazy_containerd import (  # noqa: F401 (collected here once more)
     debian,
     test_contents_are_those_of_the_image,
     test_daemons_are_killed_under_a_reader,
-    test_everything_is_restarted_in_between,
     test_hard_links_suid_xattrs_and_devices,
     test_layers_delete_what_lies_below,
-    test_writes_go_to_the_container_alone,
 )
 from weenv.plugin.snapshotter.mounts import mounts_below
 from weenv_testkit.fusenode import module_node  # noqa: F401

@@ -6,6 +6,7 @@ import random
 from array import array
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -96,6 +97,20 @@ def test_a_forward_reader_of_a_large_file_misses_twice_and_never_leaves_the_file
     assert reader.misses <= 3
     assert not any(reader.states[:100])
     assert not any(reader.states[500:])
+
+
+@pytest.mark.parametrize("files", [[(0, 400)], []])
+def test_what_was_evicted_is_read_ahead_again(files: list[tuple[int, int]]) -> None:
+    reader = Reader([64 << 10] * 400, files)
+    misses = []
+    for _ in range(3):
+        for frame in range(400):
+            reader.read(frame)
+        misses.append(reader.misses)
+        reader.misses = 0
+        reader.states[:] = bytes(400)
+        reader.ahead.evicted(range(400))
+    assert misses[1] <= misses[0] + 2 and misses[2] <= misses[0] + 2, misses
 
 
 def test_the_window_grows_and_has_a_limit() -> None:

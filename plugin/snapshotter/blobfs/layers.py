@@ -93,6 +93,10 @@ class Layer(FetchLayer):
         """The blob's digest."""
         return self.source.digest
 
+    def evicted(self, frames: Sequence[int]) -> None:
+        """These are missing again: read-ahead takes whoever asks for them for a new reader."""
+        self.read_ahead.evicted(frames)
+
     @property
     def memory(self) -> int:
         """About how many bytes of memory it takes to have it open."""

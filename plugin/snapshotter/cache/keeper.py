@@ -64,6 +64,7 @@ class OpenLayer(Protocol):
 
     @property
     def digest(self) -> str: ...
+    def evicted(self, frames: Sequence[int]) -> None: ...
 
 
 @dataclass(slots=True)
@@ -361,7 +362,10 @@ class Keeper:
         assert layer is not None
         guard = self._guard(layer)
         for batch in batches:
-            yield evict.drop(store, layer.presence, layer.contents, batch, guard)
+            done = evict.drop(store, layer.presence, layer.contents, batch, guard)
+            if done.frames:
+                layer.evicted([frame for frame in batch.tolist() if layer.presence.states[frame] == MISSING])
+            yield done
 
     def _drop_closed(
         self, entry: Entry, store: DataStore, held: Held, batches: Sequence[NDArray[np.int64]]

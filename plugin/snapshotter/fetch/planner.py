@@ -27,7 +27,7 @@ import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -217,6 +217,11 @@ class ReadAhead:
         if 0 < length <= SMALL and len(self.extents.siblings.begin):
             planned += self._siblings(offset, length, {*planned, *range(first, end)})
         return planned
+
+    def evicted(self, frames: Iterable[int]) -> None:
+        """These frames are missing again: who asks for them asks for the first time. Any thread."""
+        for frame in frames:
+            self._asked[frame] = 0
 
     def forget(self) -> None:
         """The layer is closed: what was guessed for it burdens the budgets no longer. Any thread, once."""

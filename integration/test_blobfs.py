@@ -180,6 +180,40 @@ def test_a_killed_holder_is_replaced_and_the_next_server_finds_the_mount(blobfs:
     assert os.stat(path).st_ino == inode
 
 
+def test_a_holder_whose_server_dies_while_it_begins_keeps_the_mount(blobfs: Blobfs) -> None:
+    path = blobfs.add(SMALL)
+    inode = os.stat(path).st_ino
+    blobfs.end(signal.SIGKILL)
+    first = blobfs.holder_pid()
+    found = holder.attach(blobfs.config.holder_socket)
+    assert found is not None
+    client, fuse, state = found
+    os.kill(first, signal.SIGKILL)
+    assert client.connection.recv(1) == b""
+    client.close()
+    server, attached = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    server.close()
+    with attached:
+        process = subprocess.Popen(
+            [
+                sys.executable, "-m", "weenv.plugin.snapshotter.blobfs.holder",
+                "--fuse", str(fuse), "--nodes", str(state.fd), "--attached", str(attached.fileno()),
+                "--socket", blobfs.config.holder_socket, "--mountpoint", blobfs.config.mountpoint,
+            ],
+            pass_fds=[fuse, state.fd, attached.fileno()], start_new_session=True,
+        )  # fmt: skip
+    deadline = time.monotonic() + 20
+    while holder.ask(blobfs.config.holder_socket, {"op": "status"}) is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.close(fuse)
+    state.close()
+    process.returncode = 0  # it ends with the mount
+    blobfs.start()
+    assert read(path) == SMALL.stream
+    assert os.stat(path).st_ino == inode
+    assert blobfs.holder_pid() == process.pid
+
+
 def test_a_second_server_is_refused(blobfs: Blobfs) -> None:
     path = blobfs.add(SMALL)
     with pytest.raises(ConfigError, match="being served already"):

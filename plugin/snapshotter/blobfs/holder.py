@@ -77,8 +77,9 @@ class Holder:
             os.unlink(self.path)
         listener = bind_private(self.path, socket.SOCK_SEQPACKET)
         listener.listen(16)
-        if self.attached is not None:
-            self.attached.send(_pack({"op": "ready"}))
+        with contextlib.suppress(OSError):  # the server is dead already: all the more is there something to hold
+            if self.attached is not None:
+                self.attached.send(_pack({"op": "ready"}))
         self.poll.register(listener, select.POLLIN)
         self.poll.register(self.fuse, 0)  # POLLERR alone: the connection has ended
         for fd in self.clients:

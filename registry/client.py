@@ -13,10 +13,13 @@ import logging
 import os
 import re
 import ssl
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urljoin, urlsplit
 
 import aiohttp
@@ -124,6 +127,8 @@ def describe(error: BaseException) -> str:
     return type(error).__name__
 
 
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 _Answer = tuple[int, dict[str, str], bytes]
 
 
@@ -134,6 +139,39 @@ class _Again(Exception):
         super().__init__(failure.message)
         self.failure = failure
         self.retry_after = retry_after
+
+
+async def in_turn(
+    items: Sequence[Item], start: Callable[[Item], Coroutine[Any, Any, Result]], patience: float, on_race: Callable[[], None],
+    discard: Callable[[Result], None] = lambda _: None,
+) -> AsyncGenerator[tuple[Item, Result | Exception, list[Item]], None]:  # fmt: skip
+    """Start work on ``items`` one after the other; each outcome as it comes, with those that are still at work.
+
+    The next begins when one has ended, or has not after ``patience`` seconds (``on_race`` is called then). Whoever stops asking
+    for more has the rest called off; ``discard`` gets results that had come all the same.
+    """
+    rest = deque(items)
+    running: dict[asyncio.Task[Result], Item] = {}
+    try:
+        while rest or running:
+            if rest:
+                item = rest.popleft()
+                running[asyncio.get_running_loop().create_task(start(item))] = item
+            done, _ = await asyncio.wait(running, timeout=patience if rest else None, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                on_race()
+            for task in done:
+                item = running.pop(task)
+                error = task.exception()
+                if error is not None and not isinstance(error, Exception):
+                    raise error
+                yield item, task.result() if error is None else error, list(running.values())
+    finally:
+        for task in running:
+            task.cancel()
+        for outcome in await asyncio.gather(*running, return_exceptions=True):
+            if not isinstance(outcome, BaseException):
+                discard(outcome)
 
 
 def merge_headers(configured: Sequence[tuple[str, str]], headers: Mapping[str, str]) -> list[tuple[str, str]]:
@@ -389,30 +427,24 @@ class RegistryClient:
             failure: WeenvError | None = None
             retry_after: float | None = None
             endpoints = self.endpoints(host, needs(method, path))
-            for endpoint in self.health.order(endpoints, now()):
-                if endpoint.origin in final:
-                    continue
-                try:
-                    if (pause := self.health.wait(endpoint, now())) > 0:
-                        raise _Again(unavailable(endpoint.name, what, "asked too often", pause), pause)
-                    until = min(deadline, now() + answer_time(self.config) + limit / self.config.min_rate)
-                    async with asyncio.timeout_at(until):
-                        answer = await self._ask(method, endpoint, path, what, scope, headers or {}, limit)
-                except _Again as error:
-                    failure = error.failure
-                    if error.retry_after is not None:
-                        retry_after = min(error.retry_after, retry_after if retry_after is not None else error.retry_after)
-                    continue
-                except TimeoutError:
-                    self.failed(endpoint, "no answer in time")
-                    failure = unavailable(endpoint.name, what, "no answer in time")
-                    continue
-                except (SourceError, ConfigError) as error:
-                    final[endpoint.origin] = error
-                    continue
-                if answer[0] in accept and answer[0] != 404:
-                    return answer
-                final[endpoint.origin] = answer if answer[0] in accept else status_error(answer[0], what, endpoint.name)
+            order = [one for one in self.health.order(endpoints, now()) if one.origin not in final]
+            ask = partial(self._ask, method, path=path, what=what, scope=scope, headers=headers or {}, limit=limit,
+                          deadline=deadline)  # fmt: skip
+            async with aclosing(in_turn(order, ask, self.config.race_after, self._count_race)) as outcomes:
+                async for endpoint, outcome, _ in outcomes:
+                    if isinstance(outcome, _Again):
+                        failure, said = outcome.failure, outcome.retry_after
+                        if said is not None:
+                            retry_after = said if retry_after is None else min(said, retry_after)
+                    elif isinstance(outcome, SourceError | ConfigError):
+                        final[endpoint.origin] = outcome
+                    elif isinstance(outcome, Exception):
+                        raise outcome
+                    elif outcome[0] in accept and outcome[0] != 404:
+                        return outcome
+                    else:
+                        error = status_error(outcome[0], what, endpoint.name)
+                        final[endpoint.origin] = outcome if outcome[0] in accept else error
             if failure is None:
                 verdict = final[endpoints[-1].origin]  # the registry's own word counts
                 if isinstance(verdict, WeenvError):
@@ -425,14 +457,22 @@ class RegistryClient:
             self.counters.retries += 1
             await asyncio.sleep(delay)
 
+    def _count_race(self) -> None:
+        self.counters.raced += 1
+
     async def _ask(
-        self, method: str, endpoint: Endpoint, path: str, what: str, scope: str, headers: dict[str, str], limit: int
-    ) -> _Answer:
-        """One server's answer. Raises _Again, or SourceError where asking it again would bring nothing else."""
+        self, method: str, endpoint: Endpoint, *, path: str, what: str, scope: str, headers: dict[str, str], limit: int,
+        deadline: float,
+    ) -> _Answer:  # fmt: skip
+        """One server's answer. Raises _Again, or SourceError or ConfigError where asking it again brings nothing else."""
+        now = asyncio.get_running_loop().time()
+        if (pause := self.health.wait(endpoint, now)) > 0:
+            raise _Again(unavailable(endpoint.name, what, "asked too often", pause), pause)
         try:
-            answer, _ = await self.follow(method, endpoint, endpoint.url(path), headers, scope, what)
-            async with answer:
-                body = b"" if method == "HEAD" else await read_bounded(answer, limit, f"{endpoint.name}: {what}")
+            async with asyncio.timeout_at(min(deadline, now + answer_time(self.config) + limit / self.config.min_rate)):
+                answer, _ = await self.follow(method, endpoint, endpoint.url(path), headers, scope, what)
+                async with answer:
+                    body = b"" if method == "HEAD" else await read_bounded(answer, limit, f"{endpoint.name}: {what}")
         except TRANSPORT_ERRORS as error:
             self.failed(endpoint, describe(error))
             raise _Again(unavailable(endpoint.name, what, describe(error))) from error

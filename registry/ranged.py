@@ -34,7 +34,7 @@ from weenv.core.errors import (
     WeenvError,
 )
 from weenv.registry.auth import scope_of
-from weenv.registry.client import TRANSPORT_ERRORS, RegistryClient, describe, origin
+from weenv.registry.client import TRANSPORT_ERRORS, RegistryClient, describe, in_turn, origin
 from weenv.registry.hosts import Endpoint
 from weenv.registry.policy import (
     STALE_TARGET,
@@ -356,33 +356,23 @@ class RegistrySource:
     async def _race(
         self, rest: deque[_Place], start: int, end: int, give_up: float, state: _Round, *, paced: bool
     ) -> _Answer | None:
-        running: dict[asyncio.Task[aiohttp.ClientResponse | Exception], _Place] = {}
-        try:
-            while rest or running:
-                if rest:
-                    place = rest.popleft()
-                    running[asyncio.ensure_future(_outcome(self._open(place, start, end, give_up)))] = place
-                patience = self.client.config.race_after if rest else None
-                done, _ = await asyncio.wait(running, timeout=patience, return_when=asyncio.FIRST_COMPLETED)
-                if not done:
-                    self.client.counters.raced += 1
-                for task in done:
-                    place = running.pop(task)
-                    answer = self._judge(place, task.result(), start, end, state, paced=paced)
-                    if answer is not None:
-                        for slow in running.values() if self.client.config.race_after > 0 else ():
-                            self.client.failed(slow.endpoint, "slower than the next")
-                        return answer
-            return None
-        finally:
-            await self._abandon(running)
+        patience = self.client.config.race_after
 
-    async def _abandon(self, running: dict[asyncio.Task[aiohttp.ClientResponse | Exception], _Place]) -> None:
-        for task in running:
-            task.cancel()
-        for outcome in await asyncio.gather(*running, return_exceptions=True):
-            if isinstance(outcome, aiohttp.ClientResponse):
-                outcome.close()
+        async def open_(place: _Place) -> aiohttp.ClientResponse:
+            return await self._open(place, start, end, give_up)
+
+        def on_race() -> None:
+            self.client.counters.raced += 1
+
+        turns = in_turn(rest, open_, patience, on_race, aiohttp.ClientResponse.close)
+        async with aclosing(turns) as outcomes:
+            async for place, outcome, slower in outcomes:
+                answer = self._judge(place, outcome, start, end, state, paced=paced)
+                if answer is not None:
+                    for slow in slower if patience > 0 else ():
+                        self.client.failed(slow.endpoint, "slower than the next")
+                    return answer
+        return None
 
     def _judge(
         self, place: _Place, outcome: aiohttp.ClientResponse | Exception, start: int, end: int, state: _Round, *, paced: bool

@@ -80,15 +80,18 @@ class Transfer:
     async def _pull(self, host: str, repository: str, capability: str, work: Callable[[OrasRegistry], T]) -> T:
         """What ``work`` makes of the first server that serves it. Raises the registry's own error where none does.
 
-        A mirror gets two tries before the next is asked. Wrong bytes everywhere are fetched once more.
+        Where there are several, each gets one try before all get the configured number. Wrong bytes everywhere are fetched
+        once more.
         """
         client, scope = self._client, scope_of(repository)
         endpoints = client.endpoints(host, capability)
-        again = True
-        while True:
-            failures: dict[Endpoint, WeenvError] = {}
+        several, most = len(endpoints) > 1, client.config.attempts
+        again = (UnavailableError, VerificationError) if several else VerificationError  # one alone has had all its tries
+        failures: dict[Endpoint, WeenvError] = {}
+        for attempts in (1 if several else most, most):
             for endpoint in client.health.order(endpoints, asyncio.get_running_loop().time()):
-                attempts = client.config.attempts if len(failures) == len(endpoints) - 1 else min(2, client.config.attempts)
+                if endpoint in failures and not isinstance(failures[endpoint], again):
+                    continue
                 try:
                     registry = self._registry(endpoint, scope, attempts)
                     found = await self._run(registry, partial(work, registry))
@@ -99,10 +102,7 @@ class Transfer:
                     continue
                 client.health.worked(endpoint)
                 return found
-            own = failures[endpoints[-1]]
-            if not (again and any(isinstance(error, VerificationError) for error in failures.values())):
-                raise own
-            again = False
+        raise failures[endpoints[-1]]
 
     async def _run(self, registry: OrasRegistry, work: Callable[[], T]) -> T:
         def begin(cancel: threading.Event) -> T:

@@ -364,6 +364,29 @@ async def test_a_slow_mirror_is_raced_by_the_next_and_rests_in_the_end(tmp_path:
         assert pool is not None and not pool._acquired  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("way", ["request", "manifest"])
+async def test_a_mirror_that_hangs_holds_up_no_manifest(tmp_path: Path, way: str) -> None:
+    """It takes connections and says nothing: raced where requests are ours, given one try where they are oras'."""
+    tasks: set[asyncio.Task[None]] = set()
+
+    async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        tasks.add(asyncio.current_task())  # type: ignore[arg-type]
+        await reader.read()
+        await reader.read()
+        writer.close()
+
+    server = await asyncio.start_server(hang, "127.0.0.1", 0)
+    async with server, bench(tmp_path, stall_timeout=1.0, race_after=0.1) as b:
+        address = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        (tmp_path / NAME / "hosts.toml").write_text(f'server = "http://{b.own.host}"\n[host."{address}"]\n')
+        b.client.hosts._known.clear()
+        began = asyncio.get_running_loop().time()
+        await b.get(way)
+        assert asyncio.get_running_loop().time() - began < (1.0 if way == "request" else 3.0)
+        await b.client.close()
+        await asyncio.gather(*tasks)
+
+
 async def test_all_at_once(tmp_path: Path) -> None:
     async with bench(tmp_path, race_after=0.0) as b:
         b.mirror.script.append(simulated.stall(15.0))

@@ -244,6 +244,21 @@ async def test_an_environment_that_vanishes_while_it_is_changed(node: Node) -> N
     assert [row["id"] for row in node.controller.rows()] == ["b"]
 
 
+async def test_whom_the_kernel_calls_pressed_is_looked_at_again_after_a_period(node: Node) -> None:
+    group = node.add("a")
+    env = node.controller._envs[EnvKey("default", "a")]
+    env.state = replace(env.state, triggers=True)
+    await until(lambda: env.pause == node.config.idle_interval)  # it is idle: nobody comes for two seconds
+    looks: list[float] = []
+    sample = env.reader.sample
+    env.reader.sample = lambda now, **more: (looks.append(now), sample(now, **more))[1]  # type: ignore[method-assign]
+    node.controller._pressed(env)
+    assert len(looks) == 1
+    group.burn(0.1, 3.0)  # what it was pressed for is counted only now
+    await until(lambda: group.cpu > 0.25, timeout=node.config.idle_interval)
+    assert looks[1] - looks[0] < node.config.idle_interval / 2
+
+
 async def test_a_group_that_is_gone_waits_for_its_end_to_be_told(node: Node) -> None:
     node.add("a")
     env = node.controller._envs[EnvKey("default", "a")]

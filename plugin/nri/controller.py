@@ -46,6 +46,8 @@ CHANGES = 8
 """Changes of limits at a time: each has the runtime start a process, and those take CPU from everybody."""
 CLAIM = 60.0
 """Seconds within which an admitted environment has to start; its room is given away then."""
+_AGAIN = 0.1
+"""Seconds after the kernel's word at which it is looked at again: throttling is counted at the end of a quota period."""
 _BACK_OFF = 5.0
 """Seconds after which an environment whose cgroup could not be read is tried again."""
 _STARVED_ANEW = 10.0
@@ -256,7 +258,10 @@ class Controller:
         """The kernel says that it waits for something."""
         if not env.gone:
             env.resting = False
-            self._turn(env, self._clock())
+            now = self._clock()
+            self._turn(env, now)
+            if env.alive() and env.slot * GRAIN > now + _AGAIN:
+                self._plan(env, now + _AGAIN)
 
     def _turn(self, env: Env, due: float) -> None:
         """One environment's turn; whatever it is, it does not keep the others from theirs."""

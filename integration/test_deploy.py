@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 import yaml
 
+from weenv_testkit import tools
 from weenv_testkit.corpus import noise
-from weenv_testkit.cri import EXITED, NAMESPACE_NODE, SCHEMA, Cri, Pod
+from weenv_testkit.cri import EXITED, NAMESPACE_NODE, NAMESPACE_POD, SCHEMA, Cri, Pod
 from weenv_testkit.images import Member
-from weenv_testkit.kube import DEPLOY, KubeNode, layer_digests, lazy_image
+from weenv_testkit.kube import DEPLOY, KubeNode, layer_digests, lazy_image, pod_network
 from weenv_testkit.procs import Failed, connects, mounts_under, run, unmount_under, wait_until
 from weenv_testkit.registry import Registry, free_port
 from weenv_testkit.store import Store
@@ -39,9 +40,10 @@ class Kubelet:
         self.node, self.cri, self.image = node, cri, image
         places = {"/var/lib/weenv": node.root, "/run/weenv": node.run, "/run/containerd": node.containerd.home}
         texts = {name: (DEPLOY / "kubernetes" / f"{name}.yaml").read_text() for name in ("weenv", manifest)}
-        assert '"$each/weenv"' in texts["weenv"]
+        assert "group=$each/weenv\n" in texts["weenv"]
         group = f"$each/{node.containerd.cgroup}/daemons"  # goes with the node
         texts = {name: text.replace("$each/weenv", group) for name, text in texts.items()}
+        texts = {name: text.replace("/run/weenv/pod.pid", f"{node.run}/pod.pid") for name, text in texts.items()}
         for theirs, ours in places.items():
             texts = {name: text.replace(f"path: {theirs}", f"path: {ours}") for name, text in texts.items()}
             texts = {name: text.replace(f"mountPath: {theirs}", f"mountPath: {ours}") for name, text in texts.items()}
@@ -169,12 +171,16 @@ def shared(path: str) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def kubelet(line: str, home: str, registry: Registry, store: Store) -> Iterator[Kubelet]:
+def kubelet(line: str, home: str, workdir: str, registry: Registry, store: Store) -> Iterator[Kubelet]:
+    for path in (workdir, home):
+        os.chmod(path, 0o711)  # the root of a pod in a user namespace is nobody here
     path = os.path.join(home, f"d{line}")
     os.mkdir(path)
     store.pause()
     with shared(path):
         node = KubeNode(line, path, registry=registry.host, settings={"blobfs.fill": "enabled = false"}, system=True)
+        if line != "1.7":
+            node.containerd.runc = tools.new_runc()  # it kills by control group only, and knows id-mapped mounts
         try:
             node.containerd.start()
             with node.cri() as cri:
@@ -226,8 +232,22 @@ def test_its_pod_serves_the_node_and_is_replaced_under_readers(kubelet: Kubelet,
     other = wait_until("a container to start", lambda: again(lambda: cri.start_container(pod, ref, "sleep", "1000")), 30, 0.5)
     assert cri.exec(other, ["sh", "-c", "sha256sum < /data/2"]).split()[0] == hashlib.sha256(content[2:]).hexdigest()
     cri.remove_pod(pod)
+    check_user_namespace(kubelet, ref)
     cri.remove_image(ref)
     kubelet.delete()
+
+
+def check_user_namespace(kubelet: Kubelet, ref: str) -> None:
+    """What the daemons' pod mounts with mapped ids comes out of it with mapped ids."""
+    node, cri = kubelet.node, kubelet.cri
+    pod_network(node.containerd)
+    wait_until("the network to be known", lambda: cri.ready("NetworkReady"), 20, 0.1)
+    ids = [SCHEMA["IDMapping"](host_id=300_000, container_id=0, length=65536)]
+    options = SCHEMA["NamespaceOption"](network=NAMESPACE_POD, userns_options=SCHEMA["UserNamespace"](uids=ids, gids=ids))
+    pod = cri.run_pod("mapped", options=options)
+    container = cri.start_container(pod, ref, "sleep", "1000")
+    assert cri.exec(container, ["sh", "-c", "stat -c '%u %g' /data/0; echo x > /data/0; cat /data/0"]) == "0 0\nx\n"
+    cri.remove_pod(pod)
 
 
 def test_elastic_daemon_and_gateway_have_all_they_need(kubelet: Kubelet) -> None:

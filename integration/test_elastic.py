@@ -90,7 +90,7 @@ def test_memory_is_followed_up_and_down(elastic: Elastic, bench: Bench, plan: st
 def test_a_kill_by_the_kernel_is_told_everywhere(elastic: Elastic, bench: Bench) -> None:
     plan = plan_with(bench.plan, "{cpu: {start: 1}, memory: {start: 32Mi, max: 48Mi}}")
     before = elastic.metric("weenv_elastic_oom_total", by="kernel")
-    # A service, since it is never ended by us: a task that grows slowly enough (a busy machine, v2's brake) is, before the kernel.
+    # A service, since we never end it: a task that grows slowly enough (a busy machine, v2's brake) is, before the kernel.
     name = start(bench, plan, "x=$(head -c 200000000 /dev/zero | tr '\\0' x); exit 1", "--role", "service")
     wait_until("its end", lambda: elastic.events("ended", name), LONG)
     (event,) = elastic.events("ended", name)

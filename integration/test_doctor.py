@@ -78,15 +78,16 @@ def test_a_node_that_works_has_nothing_to_mend(node: Node, tmp_path: Path) -> No
     """And what is taken away from it is named: a daemon, the configuration, a registry."""
 
     def ask(*more: str) -> tuple[int, dict[str, dict[str, str]]]:
-        argv = [*tools.weenv(), "doctor", "--config", node.run_config(), "--containerd-config", f"{node.containerd.home}/config.toml"]
-        argv += ["--docker-config", f"{tmp_path}/daemon.json", "--json", *more]
+        argv = [*tools.weenv(), "doctor", "--config", node.run_config(), "--docker-config", f"{tmp_path}/daemon.json"]
+        argv += ["--containerd-config", f"{node.containerd.home}/config.toml", "--json", *more]
         done = subprocess.run(argv, capture_output=True, text=True, check=False)
         return done.returncode, {row["name"]: row for row in json.loads(done.stdout)}
 
     code, found = ask()
     states = {name: row["state"] for name, row in found.items()}
     assert code == 0, [row for row in found.values() if row["state"] == "fail"]
-    for name in ("plane", "blobfs", "cache", "snapshotter", "containerd", "plugin", "proxy plugin", "disk abilities", "cgroups"):
+    well = "plane", "blobfs", "cache", "snapshotter", "containerd", "plugin", "proxy plugin", "disk abilities", "cgroups"
+    for name in well:
         assert states[name] == "ok", found[name]
     assert all(row["remedy"] for row in found.values() if row["state"] in ("warn", "fail"))
     assert states[f"registry {node.containerd.registry}"] == "ok", "it is configured"

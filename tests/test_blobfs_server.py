@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import threading
@@ -67,9 +68,9 @@ class Kernel:
         return drop(self.layer.store, self.layer.presence, self.layer.contents, np.array(frames), guard).frames
 
     def close(self) -> None:
-        """End the threads."""
+        """End the threads, and only then take the descriptor away that they read from."""
         self.near.close()
-        self._far.shutdown(socket.SHUT_RDWR)
+        self.server.join()
         self._far.close()
 
 
@@ -78,9 +79,8 @@ async def kernel(tmp_path: Path) -> AsyncIterator[Kernel]:
     """A server that nobody has started yet."""
     made = Kernel(str(tmp_path))
     yield made
-    made.server.fuse = -1
+    await asyncio.to_thread(made.close)
     await made.fetcher.close()
-    made.close()
 
 
 class Held:

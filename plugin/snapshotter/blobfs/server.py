@@ -211,6 +211,9 @@ class Server:
                 return
             stats.requests += 1
             if size < minimum or buffer[4] != wire.READ:
+                if not size:  # a socket in the place of /dev/fuse, whose other end is gone
+                    self._on_end()
+                    return
                 self._other(view[:size], stats)
                 continue
             _, opcode, unique, nodeid, _, _, pid, _, _, _, offset, length = unpack(buffer)

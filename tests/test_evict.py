@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import random
 import tempfile
@@ -17,7 +18,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from numpy.typing import NDArray
 
-from weenv.plugin.snapshotter.cache import evict, present
+from weenv.plugin.snapshotter.cache import evict, present, store
 from weenv.plugin.snapshotter.cache.evict import OLDEST, Guard, Held, choose, drop, holes
 from weenv.plugin.snapshotter.cache.present import DURABLE, GOOD, MISSING, VOLATILE, Presence, is_complete, is_whole
 from weenv.plugin.snapshotter.cache.store import DataStore, hold
@@ -293,6 +294,34 @@ def test_who_opens_the_file_meanwhile_waits_and_sees_the_marks(disk: Disk) -> No
     assert disk.drop([1, 2], quiet=quiet).frames == 2
     threads[0].join(10)
     assert order == ["quiet", "open with 2 missing"]
+
+
+def test_nothing_is_punched_once_the_lease_may_be_gone(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped, or a disk that hangs, for longer than who opens the file waits: it has it open then."""
+    now = store.time.monotonic
+
+    def stopped() -> bool:
+        fcntl.fcntl(disk.store.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)  # as the kernel does it
+        monkeypatch.setattr(store.time, "monotonic", lambda: now() + 3600)
+        return True
+
+    done = disk.drop([1, 2], quiet=stopped)
+    assert (done.frames, done.why) == (0, "mounted")
+    assert all(map(disk.right, range(8)))
+    assert all(disk.presence.states)
+    disk.presence.lose([1])
+    assert evict.tidy(disk.store, disk.presence, CONTENTS, Guard(disk.writing, quiet=stopped)) == 0
+    assert disk.right(1)
+
+
+def test_a_slow_eviction_that_nobody_waits_for_goes_on(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = store.time.monotonic
+
+    def slow() -> bool:
+        monkeypatch.setattr(store.time, "monotonic", lambda: now() + 3600)
+        return True
+
+    assert disk.drop([1, 2], quiet=slow).frames == 2
 
 
 def test_frames_that_a_reader_waits_with_stay(disk: Disk) -> None:

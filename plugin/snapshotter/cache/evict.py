@@ -166,6 +166,9 @@ def _punch(
     done = Dropped(why="" if gone else "busy" if safe else "disk")
     left = {frame for frame in marked if states[frame] == MISSING}
     for begin, end, run in holes(states, contents, gone, busy, store.block_size()):
+        if not store.undisturbed():
+            done.why = "mounted"
+            break
         try:
             if begin < end:
                 store.punch(begin, end)
@@ -202,6 +205,8 @@ def tidy_alone(store: DataStore, presence: Presence, contents: Sequence[int], gu
         busy = guard.in_use()
         gone = [frame for frame, state in enumerate(presence.states) if state == MISSING and frame not in busy]
         for begin, end, _ in holes(presence.states, contents, gone, busy, store.block_size()):
+            if not store.undisturbed():
+                break
             if begin < end and store.has_data(begin, end):
                 store.punch(begin, end)
     return max(0, before - store.allocated())

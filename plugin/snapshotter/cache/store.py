@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import math
 import os
 import signal
 import threading
@@ -36,6 +37,7 @@ class DataStore:
         self._lock = threading.Lock()
         self._next_try = 0.0
         self._writable = False
+        self._alone_since = 0.0
 
     @classmethod
     def open(cls, path: str, size: int) -> DataStore:
@@ -116,7 +118,8 @@ class DataStore:
         A write lease (fcntl(2), F_SETLEASE) on a descriptor that is open for writing is given only where it is the one
         open file of the inode: no EROFS mount has it as its device then, in whatever namespace and below whatever overlay,
         and no other process of ours. Who opens the file meanwhile waits in open(2) until the block ends, so it must be short.
-        False, too, on a file system that gives no leases.
+        False, too, on a file system that gives no leases. Who is that long about it all the same, because the process was
+        stopped or the disk hung, is told by :meth:`undisturbed`.
         """
         fd = self.fd
         if fd < 0 or not self._writable:
@@ -124,6 +127,7 @@ class DataStore:
             return
         try:
             fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; a lease's own SIGIO ends the process
+            self._alone_since = time.monotonic()
             fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
             yield False
@@ -131,7 +135,17 @@ class DataStore:
         try:
             yield True
         finally:
-            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            with contextlib.suppress(OSError):  # the kernel has taken it away
+                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    def undisturbed(self) -> bool:
+        """Within :meth:`alone`: True where it is certain that nobody has come to open the file so far.
+
+        The kernel lets who waits in open(2) for longer than ``/proc/sys/fs/lease-break-time`` pass, lease or not.
+        """
+        if fcntl.fcntl(self.fd, fcntl.F_GETLEASE) == fcntl.F_WRLCK:
+            return True  # nobody has asked
+        return time.monotonic() - self._alone_since < _lease_break_time() / 2
 
     def punch(self, begin: int, end: int) -> None:
         """Give the disk blocks of ``[begin, end)`` back; it reads as zeros then. Raises :class:`StorageError`.
@@ -160,6 +174,15 @@ class DataStore:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+
+
+def _lease_break_time() -> float:
+    """Seconds that who opens a file with a lease waits, at most."""
+    try:
+        with open("/proc/sys/fs/lease-break-time", encoding="ascii") as file:
+            return float(file.read()) or math.inf
+    except (OSError, ValueError):
+        return 0.0
 
 
 @contextlib.contextmanager

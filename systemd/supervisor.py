@@ -219,11 +219,17 @@ class Supervisor:
         assert child.listener is not None
         try:
             connection, _ = child.listener.accept()
-            child.waiting.append(connection)
-            connection.setblocking(False)
+        except OSError:
+            return  # a process took it
+        connection.setblocking(False)
+        try:
             connection.send(child.greeting)
         except OSError:
-            return  # it is gone again, or a process took it
+            connection.close()  # it is gone again
+            return
+        child.waiting.append(connection)
+        if len(child.waiting) >= _WAITING_MAX:
+            _drop_gone(child.waiting)
         if len(child.waiting) >= _WAITING_MAX:
             self._greet_no_more(child)
 
@@ -344,6 +350,17 @@ class Supervisor:
         how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
         level = logging.INFO if child.asked else logging.WARNING
         log.log(level, "%s %s: starting it again", child.name, how, extra={"in_seconds": delay} if delay else None)
+
+
+def _drop_gone(connections: list[socket.socket]) -> None:
+    """Close those whose other end is closed: who waits gives up after a while, and comes again."""
+    poll = select.poll()
+    for connection in connections:
+        poll.register(connection, 0)
+    gone = {fd for fd, _ in poll.poll(0)}
+    for connection in [one for one in connections if one.fileno() in gone]:
+        connections.remove(connection)
+        connection.close()
 
 
 def _oom_score(wanted: str) -> str:

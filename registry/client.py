@@ -335,7 +335,8 @@ class RegistryClient:
             here = origin(url)
             server, its_scope = (endpoint, scope)
             if here != origin(endpoint.origin):
-                server, its_scope = self._foreign.get((here, scope), (endpoint, ""))
+                known = None if endpoint.trust.skip_verify else self._foreign.get((here, scope))
+                server, its_scope = known or (endpoint, "")
             header = await self.auth.header(server, its_scope) if here == origin(server.origin) else None
             try:
                 answer = await self.send(method, url, headers | ({"Authorization": header} if header else {}), endpoint)
@@ -355,7 +356,7 @@ class RegistryClient:
                     renewed.add(here)
                     challenges = answer.headers.getall("WWW-Authenticate", [])
                     if here != origin(server.origin):
-                        foreign = self.meet(url, scope, challenges)
+                        foreign = self.meet(endpoint, url, scope, challenges)
                         if foreign is None:
                             return answer, url
                         server, its_scope = foreign
@@ -366,11 +367,17 @@ class RegistryClient:
                 raise
             answer.release()
 
-    def meet(self, url: str, scope: str, challenges: list[str]) -> tuple[Endpoint, str] | None:
-        """Another server, which a redirect led to and which asks for credentials: who it is, and the scope it names.
+    def meet(self, endpoint: Endpoint, url: str, scope: str, challenges: list[str]) -> tuple[Endpoint, str] | None:
+        """Another server, which a redirect of ``endpoint``'s led to and which asks for credentials: who it is, and the scope
+        that it names.
 
-        None where its answer is no challenge that can be answered: a storage server's refusal.
+        None where its answer is no challenge that can be answered (a storage server's refusal), and where anybody may be
+        answering in its name: over plain HTTP that is not configured, or because ``endpoint``'s ``skip_verify`` holds for
+        where it leads as well.
         """
+        plain = urlsplit(url).scheme == "http" and not self.config.is_plain(urlsplit(url).netloc.rpartition("@")[2])
+        if plain or endpoint.trust.skip_verify:
+            return None
         challenge = choose(parse_challenges(challenges))
         asked = challenge.params.get("scope", "") if challenge is not None else ""
         if challenge is None or (asked and _PULL_SCOPE.match(asked) is None):

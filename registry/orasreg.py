@@ -246,7 +246,7 @@ class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
             return None
 
         async def ask() -> str | None:
-            met = self.client.meet(url, self.scope, challenges)
+            met = self.client.meet(self.endpoint, url, self.scope, challenges)
             return await self.client.auth.renew(*met, None, challenges) if met is not None else None
 
         header = self._ask(ask())

@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from weenv.registry.challenge import Challenge, choose, parse_challenges, parse_
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.credentials import ANONYMOUS, Credential, CredentialStore, DockerConfig, StaticCredentials
+from weenv.registry.hosts import Endpoint, Trust
 from weenv.registry.manifest import Descriptor
 from weenv.registry.source import RegistrySource
 
@@ -377,6 +379,20 @@ async def test_a_redirect_to_another_registry_gets_the_credentials_for_that_one(
         async with RegistryClient(RegistryConfig(attempts=2), StaticCredentials({first.host: Credential("one", "1")})) as c:
             with pytest.raises(UnauthorizedError):
                 await RegistrySource(c, first.host, "a", digest, len(BLOB)).read(0, 10)
+
+
+def test_who_may_be_anybody_gets_no_credentials_for_the_host_whose_name_it_bears() -> None:
+    """Over plain HTTP, or where a mirror with ``skip_verify`` led, nobody has shown that he is who the address names."""
+    challenges = ['Basic realm="x"']
+    mirror = Endpoint("r.example", "mirror.example")
+    unverified = replace(mirror, trust=Trust(skip_verify=True))
+    client = RegistryClient(RegistryConfig(plain_http=frozenset({"plain.example:5000"})))
+    assert client.meet(mirror, "https://b.example/v2/a", "s", challenges) is not None
+    assert client.meet(mirror, "http://plain.example:5000/v2/a", "s", challenges) is not None
+    assert client.meet(mirror, "http://127.0.0.1:5000/v2/a", "s", challenges) is not None
+    assert client.meet(mirror, "http://b.example/v2/a", "s", challenges) is None
+    assert client.meet(unverified, "https://b.example/v2/a", "s", challenges) is None
+    assert client.meet(unverified, "http://127.0.0.1:5000/v2/a", "s", challenges) is None
 
 
 async def test_nothing_tells_a_storage_server_where_we_came_from() -> None:

@@ -45,7 +45,7 @@ def containerd_config(text: str, address: str, name: str = "weenv") -> Iterator[
     """Findings about a containerd ``config.toml``. ``address`` is the snapshotter's socket, ``name`` the proxy plugin's."""
     try:
         config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, or a number too long, too
         yield Finding(
             "containerd config", "fail", f"not valid TOML: {error}", "mend the file; containerd will not start with it"
         )

@@ -179,7 +179,7 @@ def nri(text: str, version: str, socket: str) -> Iterator[Finding]:
     """
     try:
         config = tomllib.loads(text)
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return  # said by the check of that file
     own = parse(version)
     found = walk(config, "plugins", "io.containerd.nri.v1.nri")

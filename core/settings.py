@@ -26,7 +26,7 @@ def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
 
             try:
                 tables: dict[str, Any] = tomllib.load(file)
-            except tomllib.TOMLDecodeError as error:
+            except (ValueError, RecursionError) as error:  # not UTF-8, or a number too long, too
                 raise ConfigError(f"cannot read {path}: {error}") from error
     except FileNotFoundError as error:
         if path != DEFAULT_CONFIG:

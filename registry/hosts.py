@@ -44,6 +44,8 @@ CAPABILITIES: Final = frozenset({PULL, RESOLVE, PUSH, REFERRERS})
 _MAX_FILE: Final = 1 << 20
 _FRESH: Final = 2.0
 """Seconds for which the files are not looked at again."""
+_LONGEST: Final = 86400.0
+"""Seconds of a duration at most: what is longer has no end."""
 _HEADER = re.compile(r"[!#$%&'*+.^_`|~0-9A-Za-z-]+\Z")
 _DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
 _UNITS: Final = {"ns": 1e-9, "us": 1e-6, "µs": 1e-6, "μs": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0, "h": 3600.0}
@@ -154,7 +156,7 @@ def parse(text: bytes, base: str, host: str, config: RegistryConfig) -> tuple[En
     """
     try:
         table = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"not TOML: {error}") from error
     hosts = table.get("host", {})
     if not isinstance(hosts, dict):
@@ -258,7 +260,7 @@ def _headers(value: object) -> tuple[tuple[str, str], ...]:
 def _duration(value: object) -> float:
     """Seconds of a Go duration such as ``1m30s`` or ``500ms``."""
     if isinstance(value, str) and (parts := _DURATION.findall(value)) and "".join(a + b for a, b in parts) == value:
-        return sum(float(number) * _UNITS[unit] for number, unit in parts)
+        return min(sum(float(number) * _UNITS[unit] for number, unit in parts), _LONGEST)
     raise ConfigError(f"not a duration: {value!r}", hint="write 500ms, 10s or 1m")
 
 

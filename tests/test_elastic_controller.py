@@ -488,6 +488,7 @@ async def test_who_leaves_while_waiting_is_forgotten(node: Node, served: str) ->
 
 BAD = [
     b"\n", b"nonsense\n", b"[]\n", b"{}\n", b'{"op":"burn"}\n', b"[" * 50_000 + b"\n", b"\xff\xfe\n",
+    b'{"op":"admit","namespace":"a","id":"b","cpu":' + b"9" * 400 + b"}\n",
     b'{"op":"admit"}\n', b'{"op":"admit","namespace":"a/b","id":"c"}\n', b'{"op":"admit","namespace":"a","id":"../c"}\n',
     b'{"op":"admit","namespace":"a","id":"c","cpu":NaN}\n', b'{"op":"admit","namespace":"a","id":"c","cpu":-1}\n',
     b'{"op":"admit","namespace":"a","id":"c","cpu":true}\n', b'{"op":"admit","namespace":"a","id":"c","memory":1e300}\n',

@@ -85,7 +85,8 @@ def test_urls_and_the_namespace() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("x = ", "not TOML"), ('server = 5', "server must be"), ('host = 5', "host must hold"),
+        ("x = ", "not TOML"), pytest.param("x = " + 5000 * "1", "not TOML", id="number"),
+        ('server = 5', "server must be"), ('host = 5', "host must hold"),
         ('[host."https://m"]\ncapabilities = ["fly"]', "unknown capability 'fly'"),
         ('[host."https://m"]\ncapabilities = "pull"', "list of strings"), ('[host."https://m"]\nca = 5', "ca must be"),
         ('[host."https://m"]\nclient = [["a", "b", "c"]]', "client must be"),
@@ -101,6 +102,10 @@ def test_urls_and_the_namespace() -> None:
 def test_faults_are_named(text: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         made(text)
+
+
+def test_a_duration_without_end_has_one() -> None:
+    assert made(f'[host."https://m"]\ndial_timeout = "{400 * "9"}h"')[0].dial_timeout == 86400
 
 
 @given(st.binary(max_size=300))

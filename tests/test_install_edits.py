@@ -86,6 +86,7 @@ def test_tables_in_any_order() -> None:
         ("plugins = 1\n", SNAPSHOTTER, "plugins.* is no table"),
         ("imports = 'x'\n", IMPORT, "imports is no list"),
         ("imports = \n", IMPORT, "not valid TOML"),
+        pytest.param("x = " + 5000 * "1", IMPORT, "not valid TOML", id="number"),
         ("a = {b = 1}\na.c = 2\n", IMPORT, "not valid TOML"),
     ],
 )

@@ -40,6 +40,11 @@ def test_what_a_runtime_hands_over() -> None:
     nri, elastic = NriConfig(name="a"), ElasticConfig(start_cpu=3.0)
     assert from_text("[nri]\nstrict = true\n", nri, elastic) == (NriConfig(strict=True), elastic)
     assert from_text("[elastic]\nstart_cpu = 2\n", nri, elastic) == (nri, ElasticConfig(start_cpu=2.0))
-    for text, said in (("[x]\n", r"unknown table \[x\]"), ("[", "no TOML"), ("nri = 3\n", "must be a table")):
+    for text, said in (
+        ("[x]\n", r"unknown table \[x\]"),
+        ("[", "no TOML"),
+        ("x = " + 5000 * "1", "no TOML"),
+        ("nri = 3\n", "must be a table"),
+    ):
         with pytest.raises(ConfigError, match=said):
             from_text(text, nri, elastic)

@@ -77,10 +77,11 @@ def test_files(tmp_path: object) -> None:
         file.write('colour = "red"\n')
     with pytest.raises(ConfigError, match=r"the setting colour in .* is in no table"):
         settings.read_tables(path)
-    with open(path, "w") as file:
-        file.write("[snapshotter\n")
-    with pytest.raises(ConfigError, match="cannot read"):
-        snapshotter_config.load(path)
+    for text in (b"[snapshotter\n", b"# caf\xe9\n", b"x = " + 5000 * b"1", b"x = " + 5000 * b"["):
+        with open(path, "wb") as binary:
+            binary.write(text)
+        with pytest.raises(ConfigError, match="cannot read"):
+            snapshotter_config.load(path)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def from_text(text: str, nri: NriConfig, elastic: ElasticConfig) -> tuple[NriCon
     """
     try:
         tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"the plugin's configuration is no TOML: {error}") from error
     for name in tables:
         if name not in ("nri", "elastic"):

@@ -128,7 +128,7 @@ def parse_toml(text: str, where: str) -> dict[str, Any]:
     """``where`` is what the file is called in messages. Raises ConfigError."""
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # not UTF-8, or a number too long, too
         raise ConfigError(f"{where} is not valid TOML: {error}", hint="mend it first") from error
 
 
@@ -158,7 +158,7 @@ def _through_tomlkit(text: str, work: Any, meant: dict[str, Any], where: str) ->
         work(document)
         result = tomlkit.dumps(document)
         right = tomllib.loads(result) == meant
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, tomlkit.exceptions.TOMLKitError):
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, tomlkit.exceptions.TOMLKitError):
         right = False
     if not right:
         hint = "change it by hand; see docs/install.md"
@@ -170,7 +170,7 @@ def parse_json(text: str, where: str) -> dict[str, Any]:
     """A JSON object; an empty file is an empty one. Raises ConfigError."""
     try:
         tree = json.loads(text) if text.strip() else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid JSON: {error}", hint="mend it first") from error
     if not isinstance(tree, dict):
         raise ConfigError(f"{where} is no JSON object")

@@ -96,7 +96,10 @@ class Holder:
             os.unlink(self.path)
 
     def _accept(self, listener: socket.socket) -> None:
-        client, _ = listener.accept()
+        try:
+            client, _ = listener.accept()
+        except OSError:
+            return  # it is gone, or there are too many
         credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
         if struct.unpack("iII", credentials)[1] not in (0, os.geteuid()):
             client.close()
@@ -112,8 +115,8 @@ class Holder:
             if packet:
                 self._message(client, json.loads(packet))
                 return
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
-            pass  # gone, or no client of ours
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError):
+            pass  # gone, or no client of ours; whatever it says, the mount outlives it
         self.poll.unregister(fd)
         del self.clients[fd]
         client.close()

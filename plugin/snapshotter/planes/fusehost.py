@@ -138,21 +138,28 @@ class Host:
         try:
             packet = client.recv(PACKET)
             operation = json.loads(packet)["op"] if packet else ""
-        except (OSError, ValueError, KeyError, TypeError):
-            operation = ""
-        if operation == "hold":
-            client.send(pack({"held": True}))
-            return
+            if operation == "hold":
+                client.send(pack({"held": True}))
+                return
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            operation = ""  # it is gone, or no client of ours
         self.poll.unregister(fd)
         del self.clients[fd]
         if operation == "serve":
-            pid = os.fork()
-            if pid == 0:
-                self._become_server(client)
-            pidfd = os.pidfd_open(pid)
-            self.servers[pidfd] = pid
-            self.poll.register(pidfd, select.POLLIN)
+            self._serve(client)
         client.close()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            pid = os.fork()
+        except OSError as error:  # the client sees the connection end
+            log.error("a layer's server cannot be started: %s", error)
+            return
+        if pid == 0:
+            self._become_server(client)
+        pidfd = os.pidfd_open(pid)
+        self.servers[pidfd] = pid
+        self.poll.register(pidfd, select.POLLIN)
 
     def _become_server(self, client: socket.socket) -> None:
         """In the child: serve one layer, and never return."""

@@ -1,0 +1,75 @@
+"""The small processes that hold mounts: nothing that is said to them, or left unread, ends them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from weenv.plugin.snapshotter.blobfs.holder import Holder
+from weenv.plugin.snapshotter.planes.fusehost import Host, pack
+
+GARBAGE = [
+    b"\0", b"[]", b"{}", b"nonsense", b"\xff\xfe", b"5", b"[" * 60_000, b'{"op":[]}', b'{"op":"attach"}',
+    b'{"op":"attach","pid":1e999}', b'{"op":"attach","pid":"x"}', b'{"op":' + b"1" * 5000 + b"}",
+]  # fmt: skip
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        yield ours, theirs
+
+
+@pytest.mark.parametrize("packet", GARBAGE, ids=lambda packet: packet[:30].decode("latin-1"))
+def test_garbage_ends_neither_the_holder_nor_the_host(packet: bytes, pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    attached, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with attached, server, contextlib.closing(os.fdopen(os.open("/dev/null", os.O_RDONLY))) as null:
+        holder = Holder(null.fileno(), null.fileno(), "/m", "/nowhere", attached)
+        holder.clients[ours.fileno()] = ours
+        holder.poll.register(ours)
+        theirs.send(packet)
+        holder._client(ours.fileno())
+        assert holder.attached is attached
+    again, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with again, other:
+        host = Host("/nowhere")
+        host.clients[again.fileno()] = again
+        host.poll.register(again)
+        other.send(packet)
+        host._client(again.fileno())
+        assert not host.clients and not host.servers
+
+
+def test_a_client_killed_before_it_is_answered_does_not_end_the_host(pair: tuple[socket.socket, socket.socket]) -> None:
+    ours, theirs = pair
+    host = Host("/nowhere")
+    host.clients[ours.fileno()] = ours
+    host.poll.register(ours)
+    theirs.send(pack({"op": "hold"}))
+    theirs.close()
+    host._client(ours.fileno())
+    assert not host.clients
+
+
+def test_a_host_that_cannot_fork_goes_on(
+    pair: tuple[socket.socket, socket.socket], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = pair
+    host = Host("/nowhere")
+    host.clients[ours.fileno()] = ours
+    host.poll.register(ours)
+
+    def fork() -> int:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", fork)
+    theirs.send(pack({"op": "serve"}))
+    host._client(ours.fileno())
+    assert theirs.recv(10) == b"" and not host.servers
+    assert "cannot be started" in caplog.text

@@ -78,8 +78,8 @@ def leads_inside(source: str, target: str, config: RegistryConfig) -> bool:
     Judged by the name in the URL, as it stands there. A registry on loopback may lead elsewhere on loopback, and any to what is
     configured.
     """
-    here, there = urlsplit(source).hostname or "", urlsplit(target)
-    name = there.hostname or ""
+    there = urlsplit(target)
+    here, name = (_plainly(part.hostname or "") for part in (urlsplit(source), there))
     if name == here or config.is_configured(there.netloc.rpartition("@")[2]):
         return False
     if is_loopback(name):
@@ -88,3 +88,12 @@ def leads_inside(source: str, target: str, config: RegistryConfig) -> bool:
         return is_internal_address(name)
     except ValueError:
         return False
+
+
+def _plainly(name: str) -> str:
+    """A host's name; an address in whatever notation resolvers take it (``127.1``, ``2130706433``) as it is usually written."""
+    name = name.rstrip(".")
+    try:
+        return str(socket.getaddrinfo(name, None, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)[0][4][0])
+    except (OSError, UnicodeError, ValueError):
+        return name

@@ -10,7 +10,7 @@ import pytest
 from weenv.core.errors import BadReference, SourceError
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.internal import is_internal, is_internal_address
+from weenv.registry.internal import is_internal, is_internal_address, leads_inside
 
 
 @pytest.mark.parametrize(
@@ -38,6 +38,20 @@ def test_not_internal(address: str) -> None:
 )
 async def test_hosts_by_what_they_resolve_to(host: str) -> None:
     assert await is_internal(host), "also in the forms that only the resolver understands"
+
+
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1", "127.1", "2130706433", "0x7f.1", "0177.0.0.1", "0", "169.254.43518", "localhost.", "[::1]",
+        "\u2460\u2461\u2466.1",
+    ],
+)  # fmt: skip
+def test_redirects_lead_inside_in_whatever_notation(host: str) -> None:
+    config = RegistryConfig()
+    assert leads_inside("https://registry.example/x", f"https://{host}:5000/y", config)
+    assert not leads_inside("https://registry.example/x", "https://8.8/y", config)
+    assert not leads_inside("http://127.0.0.1:5000/x", "http://127.1:5001/y", config)
 
 
 async def test_hosts_elsewhere() -> None:

@@ -512,15 +512,21 @@ def _stop(manager: Manager, settings: files.Settings, lower: BlobfsConfig) -> No
     click.echo(f"stopped {', '.join(running) or 'nothing: no unit was running'}")
 
 
+_OURS = re.compile(r"(layers|s|m|i|lock|mutations|converted|environments|elastic|(metastore|mapping|gateway)\.db.*|trusted-hosts.*)\Z")
+"""What is made in the snapshotter's root, which may be a disk that others use as well."""
+
+
 def _purge(tree: Tree, settings: files.Settings) -> None:
     """Delete data and configuration. Raises ConfigError where that is not ours."""
     root = tree.host(settings.root)
     if os.path.isdir(root):
-        ours = {"metastore.db", "layers", "lock"} & set(os.listdir(root))
-        if not ours and os.listdir(root):
+        names = os.listdir(root)
+        if names and not {"metastore.db", "layers", "lock"} & set(names):
             raise ConfigError(f"{settings.root} does not look like WeEnv's", hint="delete it by hand")
-        for entry in os.scandir(root):
-            if entry.is_dir(follow_symlinks=False):
+        for entry in list(os.scandir(root)):
+            if _OURS.match(entry.name) is None:
+                click.echo(f"left {settings.root}/{entry.name}: it is not WeEnv's", err=True)
+            elif entry.is_dir(follow_symlinks=False):
                 shutil.rmtree(entry.path)
             else:
                 os.unlink(entry.path)

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from weenv.cli.install import _purge
 from weenv.core.errors import ConfigError
+from weenv.systemd.install.files import Settings
 from weenv.systemd.install.tree import Tree
 
 
@@ -64,3 +66,18 @@ def test_what_is_removed_is_what_is_there(root: Path) -> None:
     assert not tree.remove_directory("/etc/a") and tree.remove("/etc/a/f") and not tree.remove("/etc/a/f")
     assert tree.remove_directory("/etc/a") and not tree.remove_directory("/etc/a")
     assert tree.remove("/etc/w/l") and tree.link("/etc/w/l") is None
+
+
+def test_a_purge_deletes_what_weenv_makes_and_leaves_what_others_have_on_the_same_disk(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "data"
+    for name in ("layers/sha256/x", "s/1/fs", "m/1", "environments", "mine/layers", "lost+found"):
+        (root / name).mkdir(parents=True)
+    for name in ("metastore.db", "metastore.db-wal", "mapping.db", "trusted-hosts", "lock", "lock2", "mine/metastore.db"):
+        (root / name).touch()
+    (root / "elastic").symlink_to("mine")
+    _purge(Tree(str(tmp_path)), Settings("/usr/bin/weenv", root="/data"))
+    assert sorted(os.listdir(root)) == ["lock2", "lost+found", "mine"]
+    assert sorted(os.listdir(root / "mine")) == ["layers", "metastore.db"]
+    assert "left /data/mine: it is not WeEnv's" in capsys.readouterr().err

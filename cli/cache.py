@@ -138,7 +138,7 @@ def prune(
     """Take data out of the cache, what was not read for longest first.
 
     Running containers lose nothing: what they read again is fetched again. Data that the kernel reads without WeEnv (a
-    layer that was complete when its containers started), and what a reader waits for, stays.
+    complete layer, as long as an image or a container has it), and what a reader waits for, stays.
 
     \b
     Examples:
@@ -166,7 +166,7 @@ def prune(
 
 
 _WHY = {
-    "mounted": "the kernel reads it by itself, for containers that run",
+    "mounted": "the kernel reads it by itself, for an image or a container",
     "busy": "readers wait for it",
     "disk": "its marks cannot be written; look at the disk",
     "unsupported": "its file system punches no holes",

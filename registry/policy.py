@@ -88,7 +88,7 @@ def unavailable(host: str, what: str, reason: str, retry_after: float | None = N
     return UnavailableError(
         f"{host} cannot serve {what}: {reason}",
         retry_after=retry_after,
-        hint="is it running, and is its name right? where it speaks plain HTTP: [registry] plain_http",
+        hint="is it running, and is its name right? where it speaks plain HTTP: --plain-http, or [registry] plain_http",
     )
 
 

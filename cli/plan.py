@@ -106,7 +106,8 @@ def check(path: str, as_json: bool) -> None:
             }
         )
     else:
-        click.echo(f"{path}: {len(loaded.groups)} groups, {len(loaded.mutations)} mutations")
+        counts = render.counted(len(loaded.groups), "group"), render.counted(len(loaded.mutations), "mutation")
+        click.echo(f"{path}: {', '.join(counts)}")
 
 
 def _fault(error: WeenvError) -> dict[str, object]:

@@ -512,7 +512,9 @@ def _stop(manager: Manager, settings: files.Settings, lower: BlobfsConfig) -> No
     click.echo(f"stopped {', '.join(running) or 'nothing: no unit was running'}")
 
 
-_OURS = re.compile(r"(layers|s|m|i|lock|mutations|converted|environments|elastic|(metastore|mapping|gateway)\.db.*|trusted-hosts.*)\Z")
+_OURS = re.compile(
+    r"(layers|s|m|i|lock|mutations|converted|environments|elastic|(metastore|mapping|gateway)\.db.*|trusted-hosts.*)\Z"
+)
 """What is made in the snapshotter's root, which may be a disk that others use as well."""
 
 

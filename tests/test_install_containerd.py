@@ -156,6 +156,8 @@ def test_mapped_ids_only_where_they_work() -> None:
         ({MAIN: "version = 2\nimports = ['/gone.toml']\n"}, False, "/gone.toml, which is not there"),
         ({MAIN: 'disabled_plugins = ["cri"]\n'}, True, "CRI is disabled"),
         ({MAIN: "version = 2\nplugins = 1\n"}, True, "no table"),
+        ({MAIN: "disabled_plugins = 5\n"}, True, "disabled_plugins is no list"),
+        ({MAIN: 'version = 3\n[plugins."io.containerd.transfer.v1.local"]\nunpack_config = 5\n'}, False, "no list"),
     ],
 )
 def test_what_is_wrong_already_is_said(files: dict[str, str], cri: bool, said: str) -> None:

@@ -81,6 +81,8 @@ def configure(reader: Reader, main: str, wanted: Wanted) -> Configuration:
     if version > 1:  # version 1 has short names; who still has it runs 1.7, which pulls through CRI or docker
         owner = _owner(files, TRANSFER)
         listed = at(files[owner], ("plugins", TRANSFER, "unpack_config")) if owner else None
+        if not isinstance(listed, list | None):
+            raise ConfigError(f"{owner}: unpack_config is no list", hint="mend it first")
         transfer = _unpack(wanted, with_default=not listed)
         if owner:
             if not any(isinstance(one, dict) and one.get("snapshotter") == wanted.name for one in listed or ()):

@@ -90,7 +90,10 @@ def configure(reader: Reader, main: str, wanted: Wanted) -> Configuration:
             transfer = []
     if wanted.cri:
         for path, tree in files.items():
-            if {"cri", _CRI} & set(map(str, tree.get("disabled_plugins", ()))):
+            disabled = tree.get("disabled_plugins", [])
+            if not isinstance(disabled, list):
+                raise ConfigError(f"{path}: disabled_plugins is no list", hint="mend it first")
+            if {"cri", _CRI} & set(map(str, disabled)):
                 raise ConfigError(f"CRI is disabled in {path}", hint="take it out of disabled_plugins, or leave --cri out")
         for change in _cri(wanted, version):
             edits.setdefault(_owner(files, change.path[1]) or main, []).append(change)

@@ -116,12 +116,14 @@ async def look(namespace: Namespaced, image: Image) -> ImageContent:
     """
     documents: dict[str, Manifest] = {}
     left_out: list[str] = []
+    seen: set[str] = set()  # indexes may name each other many times over
     todo = [(image.target.digest, image.target.media_type)]
     root = todo[0][0]
     while todo:
         digest, media_type = todo.pop()
-        if digest in documents or not digests.is_digest(digest):
+        if digest in seen or not digests.is_digest(digest):
             continue
+        seen.add(digest)
         try:
             data = await namespace.read_content(digest, limit=MAX_MANIFEST)
         except ContainerdError as error:

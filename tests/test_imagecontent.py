@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from weenv.core.digest import sha256
 from weenv.environment.compose import ORIGIN_LABEL
-from weenv.environment.imagecontent import Blob, Fetcher, ImageContent
+from weenv.environment.imagecontent import Blob, Fetcher, ImageContent, look
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
-from weenv.registry.manifest import OCI_LAYER_ZSTD, Descriptor
+from weenv.registry.manifest import OCI_INDEX, OCI_LAYER_ZSTD, OCI_MANIFEST, Descriptor
 
 LAYER, MANIFEST = sha256(b"layer"), sha256(b"manifest")
 SOURCE = "containerd.io/distribution.source."
@@ -51,3 +53,33 @@ def test_what_is_missing() -> None:
     blobs = [Blob(Descriptor(OCI_LAYER_ZSTD, sha256(b"%d" % n), 10 + n), MANIFEST, n, n != 1) for n in range(3)]
     content = ImageContent("x", MANIFEST, tuple(blobs))
     assert content.missing == (blobs[1],) and content.missing_bytes == 11
+
+
+async def test_indexes_that_name_each_other_many_times_over_are_read_once_each() -> None:
+    contents = {}
+    manifest = {
+        "schemaVersion": 2, "mediaType": OCI_MANIFEST, "layers": [],
+        "config": {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": sha256(b"c"), "size": 1},
+    }  # fmt: skip
+    data, media_type = json.dumps(manifest).encode(), OCI_MANIFEST
+    for _ in range(40):
+        contents[sha256(data)] = data
+        item = {"mediaType": media_type, "digest": sha256(data), "size": len(data)}
+        media_type = OCI_INDEX
+        data = json.dumps({"schemaVersion": 2, "mediaType": media_type, "manifests": [item, item]}).encode()
+    contents[sha256(data)] = data
+    asked: list[str] = []
+
+    class Space:
+        async def read_content(self, digest: str, limit: int) -> bytes:
+            asked.append(digest)
+            assert len(asked) < 100
+            return contents[digest]
+
+        async def content_info(self, digest: str) -> Any:
+            return SimpleNamespace(labels={})
+
+    space: Any = Space()
+    image: Any = SimpleNamespace(name="x", target=SimpleNamespace(digest=sha256(data), media_type=OCI_INDEX))
+    found = await look(space, image)
+    assert len(asked) == 41 and [blob.descriptor.digest for blob in found.blobs] == [sha256(b"c")]

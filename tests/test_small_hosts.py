@@ -6,9 +6,12 @@ import contextlib
 import os
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from weenv.core.errors import ConfigError
+from weenv.plugin.snapshotter.blobfs import holder
 from weenv.plugin.snapshotter.blobfs.holder import Holder
 from weenv.plugin.snapshotter.planes.fusehost import Host, pack
 
@@ -30,12 +33,12 @@ def test_garbage_ends_neither_the_holder_nor_the_host(packet: bytes, pair: tuple
     ours, theirs = pair
     attached, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with attached, server, contextlib.closing(os.fdopen(os.open("/dev/null", os.O_RDONLY))) as null:
-        holder = Holder(null.fileno(), null.fileno(), "/m", "/nowhere", attached)
-        holder.clients[ours.fileno()] = ours
-        holder.poll.register(ours)
+        kept = Holder(null.fileno(), null.fileno(), "/m", "/nowhere", attached)
+        kept.clients[ours.fileno()] = ours
+        kept.poll.register(ours)
         theirs.send(packet)
-        holder._client(ours.fileno())
-        assert holder.attached is attached
+        kept._client(ours.fileno())
+        assert kept.attached is attached
     again, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with again, other:
         host = Host("/nowhere")
@@ -73,3 +76,16 @@ def test_a_host_that_cannot_fork_goes_on(
     host._client(ours.fileno())
     assert theirs.recv(10) == b"" and not host.servers
     assert "cannot be started" in caplog.text
+
+
+def test_a_holder_that_does_not_answer_is_not_taken_for_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mount would be replaced by another one, below those who read from it."""
+    monkeypatch.setattr(holder, "_ANSWER", 0.2)
+    path = str(tmp_path / "socket")
+    assert holder.attach(path) is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(path)
+        listener.listen(1)
+        with pytest.raises(ConfigError, match="does not answer"):
+            holder.attach(path)
+    assert holder.attach(path) is None

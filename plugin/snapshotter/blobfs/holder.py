@@ -38,6 +38,8 @@ from weenv.core.unixsocket import bind_private
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 
 _PACKET = 64 << 10
+_ANSWER = 10.0
+"""Seconds that a holder gets for an answer."""
 
 
 class Busy(ConfigError):
@@ -186,7 +188,7 @@ class HolderClient:
 
 def _connect(path: str) -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    connection.settimeout(10.0)
+    connection.settimeout(_ANSWER)
     try:
         connection.connect(path)
     except BaseException:
@@ -198,8 +200,8 @@ def _connect(path: str) -> socket.socket:
 def attach(path: str) -> tuple[HolderClient, int, MountState] | None:
     """Get the descriptors from the holder at ``path``; None where none answers.
 
-    Raises :class:`Busy` where another server is attached to it, :class:`ConfigError` where it is of another version, and
-    FormatError where the mount's state is damaged.
+    Raises :class:`Busy` where another server is attached to it, :class:`ConfigError` where it is of another version or is
+    there and does not answer, and FormatError where the mount's state is damaged.
     """
     try:
         connection = _connect(path)
@@ -221,6 +223,9 @@ def attach(path: str) -> tuple[HolderClient, int, MountState] | None:
         connection.close()
         for fd in fds:
             os.close(fd)
+        if isinstance(error, TimeoutError):  # it is there, and has the mount: another one would take the place of it
+            hint = "is it stopped, or the machine too busy? with the process killed, its mount is lost to who reads from it"
+            raise ConfigError(f"the holder at {path} does not answer", hint=hint) from error
         if isinstance(error, OSError | ValueError):
             return None
         raise

@@ -157,7 +157,10 @@ def test_mapped_ids_only_where_they_work() -> None:
         ({MAIN: 'disabled_plugins = ["cri"]\n'}, True, "CRI is disabled"),
         ({MAIN: "version = 2\nplugins = 1\n"}, True, "no table"),
         ({MAIN: "disabled_plugins = 5\n"}, True, "disabled_plugins is no list"),
-        ({MAIN: 'version = 3\n[plugins."io.containerd.transfer.v1.local"]\nunpack_config = 5\n'}, False, "no list"),
+        ({MAIN: 'version = 2\n[plugins."io.containerd.transfer.v1.local"]\nunpack_config = 5\n'}, False, "no list"),
+        ({MAIN: "version = 3\n"}, True, f"{MAIN}: containerd 1.7 cannot read version 3"),
+        ({MAIN: "version = 3\n"}, False, f"{MAIN}: containerd 1.7 cannot read version 3"),
+        ({MAIN: "version = 2\nimports = ['/x.toml']\n", "/x.toml": "version = 3\n"}, False, "/x.toml: containerd 1.7 cannot"),
     ],
 )
 def test_what_is_wrong_already_is_said(files: dict[str, str], cri: bool, said: str) -> None:

@@ -24,6 +24,8 @@ DROP_IN = "conf.d/weenv.toml"
 TRANSFER = "io.containerd.transfer.v1.local"
 _CRI_IMAGES = "io.containerd.cri.v1.images"
 _CRI = "io.containerd.grpc.v1.cri"
+_NEWEST_OF_1 = 2
+"""The newest ``version`` that 1.7 reads."""
 _MOST = 100
 """Configuration files looked at."""
 
@@ -74,6 +76,10 @@ def configure(reader: Reader, main: str, wanted: Wanted) -> Configuration:
     version = files[main].get("version", 1)
     if type(version) is not int or version < 1:
         raise ConfigError(f"{main}: version {version!r} is no version of a configuration", hint="mend it first")
+    for path, tree in files.items():
+        if wanted.line == 1 and type(number := tree.get("version")) is int and number > _NEWEST_OF_1:
+            hint = "have it in version 2, as containerd config default of 1.7 writes it; or name another --containerd-version"
+            raise ConfigError(f"{path}: containerd 1.7 cannot read version {number}", hint=hint)
     edits: dict[str, list[Change]] = {}
     if not any(_covers(pattern, drop_in) for pattern in files[main].get("imports", ())):
         edits[main] = [Append(("imports",), drop_in)]

@@ -314,6 +314,26 @@ def test_nothing_is_punched_once_the_lease_may_be_gone(disk: Disk, monkeypatch: 
     assert disk.right(1)
 
 
+def test_another_thread_that_asks_does_not_give_back_the_lease(disk: Disk) -> None:
+    """``weenv cache ls`` looks whether a layer can be evicted while it is."""
+    threads: list[threading.Thread] = []
+
+    def look() -> None:
+        with disk.store.alone():
+            pass
+
+    def quiet() -> bool:
+        threads.append(threading.Thread(target=look))
+        threads[0].start()
+        threads[0].join(0.2)
+        with pytest.raises(BlockingIOError):
+            os.close(os.open(f"{disk.path}/data", os.O_RDONLY | os.O_NONBLOCK))
+        return True
+
+    assert disk.drop([1, 2], quiet=quiet).frames == 2
+    threads[0].join(10)
+
+
 def test_a_slow_eviction_that_nobody_waits_for_goes_on(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     now = store.time.monotonic
 

@@ -37,6 +37,7 @@ class DataStore:
         self._lock = threading.Lock()
         self._next_try = 0.0
         self._writable = False
+        self._leasing = threading.Lock()
         self._alone_since = 0.0
 
     @classmethod
@@ -121,22 +122,25 @@ class DataStore:
         False, too, on a file system that gives no leases. Who is that long about it all the same, because the process was
         stopped or the disk hung, is told by :meth:`undisturbed`.
         """
-        fd = self.fd
-        if fd < 0 or not self._writable:
-            yield False
-            return
+        with self._leasing:  # a lease is the open file's: a second thread would give back the first one's
+            leased = self._lease()
+            try:
+                yield leased
+            finally:
+                if leased:
+                    with contextlib.suppress(OSError):  # the kernel has taken it away
+                        fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+
+    def _lease(self) -> bool:
+        if self.fd < 0 or not self._writable:
+            return False
+        self._alone_since = time.monotonic()
         try:
-            fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; a lease's own SIGIO ends the process
-            self._alone_since = time.monotonic()
-            fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+            fcntl.fcntl(self.fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored by default; a lease's own SIGIO ends the process
+            fcntl.fcntl(self.fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         except OSError:
-            yield False
-            return
-        try:
-            yield True
-        finally:
-            with contextlib.suppress(OSError):  # the kernel has taken it away
-                fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_UNLCK)
+            return False
+        return True
 
     def undisturbed(self) -> bool:
         """Within :meth:`alone`: True where it is certain that nobody has come to open the file so far.

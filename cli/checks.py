@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import re
 import socket
+import stat
 import tomllib
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -50,7 +51,15 @@ def containerd_config(text: str, address: str, name: str = "weenv") -> Iterator[
             "containerd config", "fail", f"not valid TOML: {error}", "mend the file; containerd will not start with it"
         )
         return
+    yield from containerd_tables(config, address, name)
+
+
+def containerd_tables(config: dict[str, Any], address: str, name: str = "weenv") -> Iterator[Finding]:
+    """The same of the parsed file, or of what containerd makes of several (systemd/install/containerd.py: ``effective``)."""
     version = config.get("version", 1)
+    if type(version) is not int:
+        yield Finding("containerd config", "fail", f"version is {version!r}", "make it a number: 3, or 2 for containerd 1.7")
+        return
     plugin = walk(config, "proxy_plugins", name)
     if not isinstance(plugin, dict):
         yield Finding(
@@ -69,14 +78,16 @@ def containerd_config(text: str, address: str, name: str = "weenv") -> Iterator[
         )
     else:
         yield Finding("proxy plugin", "ok", f"[proxy_plugins.{name}] -> {address}")
-    if "rebase" in (plugin.get("capabilities") or ()):
+    capabilities = plugin.get("capabilities")
+    if isinstance(capabilities, list) and "rebase" in capabilities:
         yield Finding(
             "capabilities",
             "fail",
             "rebase is listed",
             "remove it: parallel unpack makes lazy snapshots parentless and loses them",
         )
-    exports = plugin.get("exports") or {}
+    exports = plugin.get("exports")
+    exports = exports if isinstance(exports, dict) else {}
     if not exports.get("root"):
         yield Finding(
             "exports.root",
@@ -193,6 +204,32 @@ def unix_socket(name: str, path: str, remedy: str) -> Finding:
     if mode & 0o077:
         return Finding(name, "warn", f"{path}: mode {mode:04o}", f"chmod 600 {path}")
     return Finding(name, "ok", path)
+
+
+def quiet_socket(name: str, path: str, remedy: str, table: str = "/proc/net/unix") -> Finding:
+    """Whether something listens on a unix socket, without connecting: for servers that take who leaves again for a fault."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return Finding(name, "fail", f"{path}: no socket", remedy)
+    except (OSError, ValueError) as error:
+        return Finding(name, "fail", f"{path}: {getattr(error, 'strerror', '') or error}", rights.remedy(error, remedy))
+    try:
+        with open(table, "rb") as file:
+            if any(_is_listener(line, path) for line in file):
+                return Finding(name, "ok", path)
+    except OSError:
+        return Finding(name, "ok", path)  # there, and nobody says more
+    return Finding(name, "fail", f"{path}: nothing listens", remedy)
+
+
+def _is_listener(line: bytes, path: str) -> bool:
+    """Whether a line of /proc/net/unix is about a socket that accepts connections (__SO_ACCEPTCON) at ``path``."""
+    fields = line.rstrip(b"\n").split(None, 7)
+    if len(fields) < 8 or len(fields[3]) != 8 or fields[3][3:4] != b"1":
+        return False
+    bound = os.fsdecode(fields[7])  # as it was bound, such as at /var/run, which is a symlink
+    same = os.path.basename(bound) == os.path.basename(path)
+    return same and os.path.realpath(bound) == os.path.realpath(path)
 
 
 def nearest(path: str) -> str:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import errno
 import os
 from collections.abc import Sequence
+from typing import Any
 
 import click
 
 from weenv.cli import checks, nodechecks, render
+from weenv.core import rights
 from weenv.core.errors import WeenvError
 from weenv.core.settings import read_tables
 
@@ -45,16 +48,28 @@ async def _running(address: str, name: str, socket: str, plane: str) -> tuple[li
     return [answers, checks.Finding("plugin", "fail", f"the running containerd has no snapshotter {name!r}", remedy)], version
 
 
-def _containerd(path: str, address: str, name: str) -> tuple[list[checks.Finding], str]:
-    """Findings about containerd's configuration, and its text."""
+def _containerd(path: str, address: str, name: str, version: str) -> tuple[list[checks.Finding], dict[str, Any] | None]:
+    """Findings about containerd's configuration, imports and all, and what a containerd of ``version`` makes of it."""
+    from weenv.plugin.nri.wire.versions import parse
+    from weenv.systemd.install import containerd
+    from weenv.systemd.install.tree import Tree
+
+    tree, main = Tree(), os.path.abspath(path)
+
+    def read(path: str) -> str | None:
+        data = tree.read(path)
+        return None if data is None else data.decode("utf-8", "strict")
+
     try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read(4 << 20)
-    except (OSError, UnicodeDecodeError) as error:
-        seen = f"{path}: {error.strerror if isinstance(error, OSError) else error}"
-        remedy = "name it with --containerd-config, or write it (see README)"
-        return [checks.Finding("containerd config", "fail", seen, remedy)], ""
-    return list(checks.containerd_config(text, address, name)), text
+        if tree.read(main) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+        files = containerd.chain(containerd.Reader(read, tree.matches), main)
+        config = containerd.effective(files, tables=(parse(version) or (0, 0, 0)) >= (2, 2, 0))
+    except (OSError, ValueError, WeenvError) as error:
+        remedy = getattr(error, "hint", "") or "name it with --containerd-config, or write it (see README)"
+        seen = f"{error.filename or path}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        return [checks.Finding("containerd config", "fail", seen, rights.remedy(error, remedy))], None
+    return list(checks.containerd_tables(config, address, name)), config
 
 
 def _blobs(path: str, status_socket: str) -> list[checks.Finding]:
@@ -157,13 +172,13 @@ def doctor(
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
     running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket, plane.seen.partition(":")[0]))
-    written, text = _containerd(containerd_config, config.socket, run.snapshotter)
+    written, tables = _containerd(containerd_config, config.socket, run.snapshotter, version)
     findings += [*running, *written, *nodechecks.docker(docker_config, run.address, run.snapshotter)]
     findings += [checks.disk(config.root), *nodechecks.disk_abilities(config.root)]
     findings += asyncio.run(_registries(registries, config_path))
     findings += nodechecks.control_groups()
-    if version:
-        findings += nodechecks.nri(text, version, nriconfig.from_tables(read_tables(config_path)).socket)
+    if version and tables is not None:
+        findings += nodechecks.nri(tables, version, nriconfig.from_tables(read_tables(config_path)).socket)
     if as_json:
         render.print_json([{"name": f.name, "state": f.state, "seen": f.seen, "remedy": f.remedy} for f in findings])
     else:

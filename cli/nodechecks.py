@@ -17,11 +17,10 @@ import fcntl
 import json
 import os
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from weenv.cli.checks import Finding, nearest, unix_socket, walk
+from weenv.cli.checks import Finding, nearest, quiet_socket, walk
 from weenv.plugin.nri.wire.versions import Runtime, parse
 
 _PIECE = 64 << 10
@@ -172,15 +171,11 @@ def docker(path: str, address: str, name: str = "weenv") -> Iterator[Finding]:
 # -- NRI, cgroups, pressure: what elastic provisioning needs -----------------------------------------------------------
 
 
-def nri(text: str, version: str, socket: str) -> Iterator[Finding]:
-    """NRI as containerd's configuration (``text``) and its ``version`` have it; ``socket`` is where our plugin goes.
+def nri(config: dict[str, Any], version: str, socket: str) -> Iterator[Finding]:
+    """NRI as containerd's configuration (parsed) and its ``version`` have it; ``socket`` is where our plugin goes.
 
     Only pods of CRI need it. Nothing here keeps an image from being lazy, so nothing is worse than a warning.
     """
-    try:
-        config = tomllib.loads(text)
-    except (ValueError, RecursionError):
-        return  # said by the check of that file
     own = parse(version)
     found = walk(config, "plugins", "io.containerd.nri.v1.nri")
     table = found if isinstance(found, dict) else {}
@@ -193,7 +188,8 @@ def nri(text: str, version: str, socket: str) -> Iterator[Finding]:
     if path != socket:
         yield Finding("NRI", "warn", f"containerd has it at {path}, [nri] socket is {socket}", f'set [nri] socket = "{path}"')
         return
-    listens = unix_socket("NRI", path, "does containerd's CRI plugin run? NRI starts with it")
+    # who connects to NRI's socket and leaves is an error in containerd's log
+    listens = quiet_socket("NRI", path, "does containerd's CRI plugin run? NRI starts with it")
     if listens.state == "fail":
         yield Finding("NRI", "warn", listens.seen, listens.remedy)
         return

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import socket
+import time
+from pathlib import Path
 
 import pytest
 
-from weenv.cli import checks
+from weenv.cli import checks, doctor
 
 GOOD_3 = """
 version = 3
@@ -77,6 +79,135 @@ def test_cri_without_annotations_is_a_fault_on_1_7() -> None:
 
 def test_broken_toml_is_one_finding() -> None:
     assert states("version = ") == {"containerd config": "fail"}
+
+
+# -- a configuration of several files ----------------------------------------------------------------------------------
+
+PROXY = GOOD_3.partition("[plugins.")[0]
+PLUGINS = GOOD_3.removeprefix(PROXY)
+IMAGES = "[plugins.'io.containerd.cri.v1.images']\nsnapshotter = 'weenv'\n"
+
+
+def of_files(folder: Path, files: dict[str, str], version: str = "2.1.9") -> tuple[dict[str, str], str]:
+    """State by name, and what was seen and is to be done; ``c.toml`` is the main file."""
+    for name, text in files.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.replace("TMP", str(folder)))
+    found, _ = doctor._containerd(str(folder / "c.toml"), "/run/weenv/snapshotter.sock", "weenv", version)
+    assert all(each.remedy for each in found if each.state in ("warn", "fail"))
+    return {each.name: each.state for each in found}, " ".join(f"{each.seen} {each.remedy}" for each in found)
+
+
+@pytest.mark.parametrize("pattern", ["TMP/conf.d/weenv.toml", "TMP/conf.d/*.toml", "conf.d/weenv.toml", "./x/../conf.d/w*"])
+def test_imports_are_followed(tmp_path: Path, pattern: str) -> None:
+    states, said = of_files(tmp_path, {"c.toml": f'version = 3\nimports = ["{pattern}"]\n', "conf.d/weenv.toml": GOOD_3})
+    assert set(states.values()) == {"ok"}, said
+    assert {"proxy plugin", "transfer service", "CRI"} <= set(states)
+
+
+def test_what_weenv_install_makes_has_no_complaint(tmp_path: Path) -> None:
+    from weenv.systemd.install.containerd import Reader, Wanted, configure
+
+    main = str(tmp_path / "c.toml")
+    made = configure(Reader(lambda _: None, lambda _: []), main, Wanted("/run/weenv/snapshotter.sock", "/data", 2))
+    states, said = of_files(tmp_path, {"c.toml": made.main or "", made.path: made.text})
+    assert set(states.values()) <= {"ok", "skip"} and states["transfer service"] == "ok", said
+
+
+def test_an_import_of_an_import(tmp_path: Path) -> None:
+    files = {"c.toml": 'version = 3\nimports = ["a/b.toml"]\n', "a/b.toml": 'imports = ["c.toml"]\n', "a/c.toml": GOOD_3}
+    assert set(of_files(tmp_path, files)[0].values()) == {"ok"}
+
+
+def test_a_later_file_replaces_a_proxy_plugin(tmp_path: Path) -> None:
+    other = '[proxy_plugins.weenv]\ntype = "snapshot"\naddress = "/other"\n'
+    files = {"c.toml": f'imports = ["z.toml"]\n{GOOD_3}', "z.toml": other}
+    for version in ("2.1.9", "2.2.0"):
+        states, said = of_files(tmp_path, files, version)
+        assert states["proxy plugin"] == "fail" and "/other" in said
+        assert states["exports.root"] == "warn", "those of the first file are gone"
+
+
+def test_a_plugins_table_is_replaced_up_to_2_1_and_merged_from_2_2_on(tmp_path: Path) -> None:
+    later = "[plugins.'io.containerd.transfer.v1.local']\nmax_concurrent_downloads = 7\n"
+    files = {"c.toml": f'imports = ["z.toml"]\n{GOOD_3}', "z.toml": later}
+    assert of_files(tmp_path, files, "2.1.9")[0]["transfer service"] == "fail"
+    assert of_files(tmp_path, files, "2.2.1")[0]["transfer service"] == "ok"
+    assert of_files(tmp_path, files, "")[0]["transfer service"] == "fail", "no containerd answers: what is safe"
+    files["z.toml"] = IMAGES
+    assert of_files(tmp_path, files)[0]["transfer service"] == "ok", "it is another plugin's"
+
+
+def test_imports_in_a_circle_end(tmp_path: Path) -> None:
+    files = {"c.toml": f'imports = ["b.toml", "c.toml", "*.toml"]\n{GOOD_3}', "b.toml": 'imports = ["c.toml", "./b.toml"]\n'}
+    assert set(of_files(tmp_path, files)[0].values()) == {"ok"}
+    (tmp_path / "l").symlink_to(".")  # each time by another name
+    states, said = of_files(tmp_path, {"c.toml": f'imports = ["l/c.toml"]\n{GOOD_3}'})
+    assert states == {"containerd config": "fail"} and "circles" in said
+
+
+@pytest.mark.parametrize(
+    ("files", "word"),
+    [
+        ({"c.toml": 'imports = ["none.toml"]\n'}, "none.toml, which is not there"),
+        ({"c.toml": 'imports = ["b.toml"]\n', "b.toml": "x ="}, "b.toml is not valid TOML"),
+        ({"c.toml": "imports = 3\n"}, "imports is no list"),
+        ({"c.toml": 'imports = ["b.toml"]\nversion = 2\n', "b.toml": "version = 3\n"}, "b.toml has version 3"),
+        ({"c.toml": "plugins = 3\n"}, "plugins is no table"),
+        ({"c.toml": "proxy_plugins = []\n"}, "proxy_plugins is no table"),
+        ({"c.toml": 'version = "3"\n'}, "version is '3'"),
+        ({"c.toml": 'imports = ["/dev/zero"]\n'}, "no regular file"),
+        ({"c.toml": 'imports = ["/dev/null/x"]\n'}, "not there"),
+        ({"c.toml": 'imports = ["a\\u0000b"]\n'}, "null"),
+        ({"c.toml": 'imports = ["."]\n'}, "directory"),
+        ({"c.toml": 'imports = ["b.toml"]\n', "b.toml": "#" * (5 << 20)}, "larger than"),
+        ({"c.toml": 'imports = ["b*"]\n', **{f"b{n}": f"# {n}" + "x" * 300_000 for n in range(6)}}, "imports too much"),
+        ({"c.toml": 'imports = ["b*"]\n', **{f"b{n}": "" for n in range(120)}}, "imports too much"),
+        ({"c.toml": 'imports = [' + '"*.x", ' * 2000 + ']\n'}, "more than 1000 imports"),
+        ({"c.toml": 'imports = ["*/*/*"]\n'}, "wildcards"),
+    ],
+)  # fmt: skip
+def test_imports_that_are_wrong_or_without_end_are_one_finding(tmp_path: Path, files: dict[str, str], word: str) -> None:
+    began = time.monotonic()
+    states, said = of_files(tmp_path, files)
+    assert states == {"containerd config": "fail"} and word in said
+    assert time.monotonic() - began < 10
+
+
+def test_a_configuration_that_is_not_utf_8_or_not_there(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_bytes(b"\xff")
+    assert of_files(tmp_path, {})[0] == {"containerd config": "fail"}
+    (tmp_path / "c.toml").unlink()
+    states, said = of_files(tmp_path, {})
+    assert states == {"containerd config": "fail"} and "--containerd-config" in said
+
+
+@pytest.mark.parametrize("line", ["exports = 3", "exports = []", "capabilities = 3", 'capabilities = {rebase = 1}'])
+def test_values_of_other_kinds_are_no_crash(line: str) -> None:
+    text = f'version = 3\n[proxy_plugins.weenv]\ntype = "snapshot"\naddress = "/run/weenv/snapshotter.sock"\n{line}\n'
+    assert states(text)["exports.root"] == "warn"
+
+
+def test_sockets_that_are_not_connected_to(tmp_path: Path) -> None:
+    path = f"{tmp_path}/s"
+    assert checks.quiet_socket("x", path, "start it").state == "fail"
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        assert "nothing listens" in checks.quiet_socket("x", path, "start it").seen
+        server.listen()
+        server.setblocking(False)
+        (tmp_path / "l").symlink_to(tmp_path)
+        for name in (path, f"{tmp_path}/l/s", f"{tmp_path}/./s"):
+            assert checks.quiet_socket("x", name, "start it").state == "ok"
+        with pytest.raises(BlockingIOError):
+            server.accept()
+        assert checks.quiet_socket("x", path, "start it", f"{tmp_path}/none").state == "ok", "nobody says that nothing listens"
+        (tmp_path / "t").write_text(f"Num\n0: 0 0 zz 1 1 9 {path}\n0: 0 0 00010000\n")
+        assert checks.quiet_socket("x", path, "start it", f"{tmp_path}/t").state == "fail"
+    assert "nothing listens" in checks.quiet_socket("x", path, "start it").seen, "the file stays, the server is gone"
+    assert "no socket" in checks.quiet_socket("x", str(tmp_path), "start it").seen
+    assert checks.quiet_socket("x", "a\0b", "start it").state == "fail"
 
 
 def test_sockets(tmp_path: object) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,9 @@ _NEWEST_OF_1 = 2
 """The newest ``version`` that 1.7 reads."""
 _MOST = 100
 """Configuration files looked at."""
+_MOST_TEXT = 1 << 20
+"""Characters of configuration in all."""
+_MOST_IMPORTS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ def configure(reader: Reader, main: str, wanted: Wanted) -> Configuration:
         if wanted.cri:
             found.edits[main] = _cri(wanted, version)
         return found
-    files = _chain(reader, main, drop_in)
+    files = chain(reader, main, drop_in)
     version = files[main].get("version", 1)
     if type(version) is not int or version < 1:
         raise ConfigError(f"{main}: version {version!r} is no version of a configuration", hint="mend it first")
@@ -121,22 +125,68 @@ def _imports(tree: dict[str, Any], path: str) -> list[str]:
     return [os.path.normpath(os.path.join(os.path.dirname(path), one)) for one in listed]
 
 
-def _chain(reader: Reader, main: str, drop_in: str) -> dict[str, dict[str, Any]]:
-    """The files that containerd reads, in its order, parsed; our own left out."""
+def chain(reader: Reader, main: str, drop_in: str = "") -> dict[str, dict[str, Any]]:
+    """The files that containerd reads, in its order, parsed; ``drop_in`` left out. Raises ConfigError, OSError.
+
+    What is more than anybody has is refused: with part of it, what containerd makes of all would only be guessed.
+    """
     files: dict[str, dict[str, Any]] = {}
-    pending = [main]
-    while pending and len(files) < _MOST:
-        path = pending.pop(0)
+    pending, room, imports = deque([main]), _MOST_TEXT, _MOST_IMPORTS
+    while pending:
+        path = pending.popleft()
         if path in files or path == drop_in:
             continue
         text = reader.read(path)
         if text is None:
             hint = "mend it first; containerd does not start like this"
             raise ConfigError(f"{main} imports {path}, which is not there", hint=hint)
+        room -= len(text)
+        if room < 0 or len(files) == _MOST:
+            raise ConfigError(f"{main} imports too much: more than {_MOST} files, or 1 MiB", hint="import less there")
         files[path] = parse_toml(text, path)
-        for pattern in _imports(files[path], path):
+        patterns = _imports(files[path], path)
+        imports -= len(patterns)
+        if imports < 0:
+            raise ConfigError(f"{main}: more than {_MOST_IMPORTS} imports", hint="import less there")
+        for pattern in patterns:
             pending += reader.matches(pattern) if "*" in pattern else [pattern]
     return files
+
+
+def effective(files: dict[str, dict[str, Any]], *, tables: bool = False) -> dict[str, Any]:
+    """What containerd makes of a :func:`chain`: the version, the proxy plugins and the plugins' tables. Raises ConfigError.
+
+    ``tables``: those of one plugin in several files are merged, as from 2.2 on; before, the last one is all there is.
+    """
+    found: dict[str, Any] = {"proxy_plugins": {}, "plugins": {}}
+    for path, tree in files.items():
+        version = tree.get("version")
+        if "version" not in found and version is not None:
+            found["version"] = version
+        elif type(version) is int and type(found.get("version")) is int and version > found["version"]:
+            hint = "containerd does not start like this; make them the same"
+            raise ConfigError(f"{path} has version {version}, the main file {found['version']}", hint=hint)
+        for section in ("proxy_plugins", "plugins"):
+            table = tree.get(section, {})
+            if not isinstance(table, dict):
+                raise ConfigError(f"{path}: {section} is no table", hint="mend it first")
+            if tables and section == "plugins":
+                _merge(found[section], table)
+            else:
+                found[section].update(table)
+    return found
+
+
+def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:
+    """Tables are merged, anything else in them replaced. No recursion: how deep they are is for others to say."""
+    pending = [(into, table)]
+    while pending:
+        to, new = pending.pop()
+        for name, value in new.items():
+            if isinstance(value, dict) and isinstance(to.get(name), dict):
+                pending.append((to[name], value))
+            else:
+                to[name] = value
 
 
 def _owner(files: dict[str, dict[str, Any]], plugin: str) -> str:

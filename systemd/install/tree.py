@@ -131,5 +131,5 @@ class Tree:
         folder, name = os.path.split(pattern)
         if glob.has_magic(folder):
             raise ConfigError(f"wildcards in a directory's name are not understood: {pattern}")
-        found = glob.glob(name, root_dir=self.host(folder))
+        found = glob.glob(name, root_dir=self.host(folder), include_hidden=True)  # as Go does
         return sorted(os.path.join(folder, item) for item in found)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from typing import Any
@@ -53,6 +54,7 @@ def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
     keeper = Keeper(config.root, config.cache)
     try:
         if request["op"] == "cache":
+            os.stat(config.root)  # for a daemon one that is not there yet is empty; here it is rather misspelt
             size = keeper.size()
             bounds = size.bounds
             cache = {"data": size.data, "high": bounds.high if bounds.bounded else None}

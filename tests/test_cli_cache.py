@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from weenv.cli.main import cli
-from weenv.core.errors import InvalidRequest
+from weenv.core.errors import InvalidRequest, WeenvError
 from weenv.plugin.snapshotter.blobfs.control import prune_request
 from weenv.plugin.snapshotter.blobfs.daemon import read_tail
 from weenv.plugin.snapshotter.blobfs.layers import LayerTable
@@ -97,3 +97,10 @@ def test_requests() -> None:
     assert (which.prefixes, which.before, to, dry) == (("ab",), 5.0, 7, True)
     which, to, dry = prune_request({})
     assert (which.prefixes, which.before, to, dry) == ((), 0.0, None, False)
+
+
+def test_a_root_that_is_not_there_is_named(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text(f'[blobfs]\nroot = "{tmp_path}/none"\nstatus_socket = "{tmp_path}/s"\n')
+    with pytest.raises(WeenvError, match="cannot be looked at") as caught:
+        run("cache", "ls", "--config", f"{tmp_path}/c.toml")
+    assert caught.value.hint == "is [blobfs] root right?"

@@ -117,3 +117,17 @@ async def test_pruning_is_one_line(node: Node, caplog: pytest.LogCaptureFixture)
     assert done["data_after"] == 0
     assert [record.getMessage() for record in caplog.records].count("the cache was pruned") == 1
     assert node.evictor.estimate == 0
+
+
+async def test_a_root_that_is_not_there_yet_is_empty(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root = str(tmp_path / "not" / "yet")
+    table = LayerTable(LayerDirs(root), read_tail, lambda *_: [])
+    fetcher = Fetcher(verify_frame)
+    evictor = Evictor(CacheConfig(high=500 * KIB, low=400 * KIB), root, table, Server(-1, table, fetcher, root=root), fetcher)
+    await evictor.look()
+    assert evictor.room() and evictor.status()["data"] == 0 and not caplog.records
+    LAYER.install(root)
+    evictor._measured = 0.0
+    await evictor.look()
+    assert evictor.size is not None and not evictor.size.over
+    await fetcher.close()

@@ -249,8 +249,11 @@ def test_a_broken_directory_is_left_alone(node: Node) -> None:
     assert node.keeper.size().data > 0
 
 
-def test_a_root_that_is_gone(tmp_path: Path) -> None:
-    keeper = Keeper(str(tmp_path / "none"), CacheConfig())
+def test_a_root_that_is_not_there_is_empty(tmp_path: Path) -> None:
+    keeper = Keeper(str(tmp_path / "none" / "such"), CacheConfig())
     assert keeper.entries() == []
-    with pytest.raises(OSError, match="none"):
-        keeper.size()
+    size = keeper.size()
+    assert (size.data, size.over) == (0, False) and size.disk.size > 0, "its disk is the one it would be on"
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        Keeper(str(tmp_path / "file" / "such"), CacheConfig()).size()

@@ -195,9 +195,9 @@ class Keeper:
         return [*(found[digest] for digest in known if digest in found), *lost]
 
     def size(self, entries: Sequence[Entry] | None = None) -> Size:
-        """How large the cache is. Raises OSError where the root is gone."""
+        """How large the cache is; without a root, which the snapshotter makes, it is empty. Raises OSError."""
         data = sum(entry.allocated for entry in (self.entries() if entries is None else entries))
-        disk = Disk.of(self.root)
+        disk = _disk(self.root)
         return Size(data, disk, bounds(self.rules, data, disk))
 
     def unused(self) -> Callable[[str], bool]:
@@ -438,6 +438,18 @@ class Keeper:
             "data_after": before if dry else self.size().data,
             "layers": rows,
         }
+
+
+def _disk(path: str) -> Disk:
+    """The one that ``path`` is on, or would be. Raises OSError."""
+    while True:
+        try:
+            return Disk.of(path)
+        except FileNotFoundError:
+            above = os.path.dirname(path)
+            if above in ("", path):
+                raise
+            path = above
 
 
 def _bytes(array: bytearray) -> NDArray[np.uint8]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # a conversion is too short to import what talks to registrie
 T = TypeVar("T")
 
 _KINDS = ("file", "directory", "symlink", "hardlink", "char", "block", "fifo")
+_PLURALS = {"directory": "directories", "char": "char", "block": "block"}
 
 _plain_http = click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry.")
 _platform = click.option("--platform", default="", help="Of an index, such as linux/arm64.  [default: this machine's]")
@@ -120,7 +121,7 @@ def inspect(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool
             render.size(d["streamSize"]) if d["lazy"] else "-",
             str(d["frames"]["count"]) if d["lazy"] else "-",
             render.size(d["toc"]["length"]) if d["lazy"] else "-",
-            ", ".join(f"{n} {k}" for k, n in d["counts"].items() if n) if d["lazy"] else render.escape(d["reason"]),
+            _counts(d["counts"]) if d["lazy"] else render.escape(d["reason"]),
             d["trust"],
         )
         for d in described
@@ -204,6 +205,10 @@ def _entry(toc: Any, number: int) -> dict[str, Any]:
         row["xattrs"] = {name.decode("utf-8", "backslashreplace"): value.hex() for name, value in attributes}
     row["shown"] = render.plain(path + (f" -> {row.get('target') or row.get('link')}" if kind in (2, 3) else ""))
     return row
+
+
+def _counts(counts: dict[str, int]) -> str:
+    return ", ".join(render.counted(number, kind, _PLURALS.get(kind, "")) for kind, number in counts.items() if number)
 
 
 @layer.command("verify", short_help="Read whole layers and check every digest.")

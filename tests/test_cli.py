@@ -157,6 +157,13 @@ def test_debug_shows_the_traceback(tmp_path: object) -> None:
         main(["--debug", "layer", "inspect", f"{tmp_path}/not-a-layer"])
 
 
+def test_inspect_counts_kinds_in_words() -> None:
+    from weenv.cli.layer import _counts
+
+    assert _counts({"file": 1, "directory": 1, "symlink": 0}) == "1 file, 1 directory"
+    assert _counts({"file": 3, "directory": 3, "char": 2}) == "3 files, 3 directories, 2 char"
+
+
 def test_inspect_and_verify_agree_with_the_tar(layer: str, capsys: Captured) -> None:
     capsys.readouterr()
     assert run("layer", "inspect", layer, "--json", "--entries") == 0

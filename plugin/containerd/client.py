@@ -85,7 +85,7 @@ def _translate(error: grpc.aio.AioRpcError, method: str, address: str) -> Contai
         except PermissionError as denied:
             return ContainerdError(f"cannot connect to {address}: {denied.strerror}", code, hint=remedy(denied))
         except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
-            hint = "start containerd, or name its socket: --containerd, or [run] address"
+            hint = "start containerd, or name its socket: [run] address, or --containerd where a command has it"
             return ContainerdError(f"nothing listens at {address}", code, hint=hint)
         except OSError:
             pass  # there, and busy

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import sys
+import time
 
 import click
 
@@ -19,6 +20,8 @@ CONFIG = click.option(
     type=click.Path(dir_okay=False),
     help="Configuration file; the default one need not exist.",
 )
+_ENDING = 5.0
+"""Seconds for a ``weenv serve`` that has just been told to end."""
 _LEVELS = ["debug", "info", "warning", "error"]
 
 
@@ -132,11 +135,24 @@ def blobfs_serve(
 def blobfs_stop(ctx: click.Context, config_path: str, force: bool) -> None:
     """End the server and take its mount away, where no container depends on it.
 
+    Refused while weenv serve runs, which would start blobfs again at once. With --force, it does so, with another mount.
+
     \b
     Example:
       weenv blobfs stop
     """
+    from weenv.core.errors import ConfigError
     from weenv.plugin.snapshotter.blobfs import config, daemon
+    from weenv.systemd import supervisor
 
-    stopped = daemon.stop(config.load(config_path), force=force)
-    click.echo("blobfs has ended and its mount is gone" if stopped else "no blobfs is running")
+    found = config.load(config_path)
+    end = time.monotonic() + (0 if force else _ENDING)
+    while (above := supervisor.running(found.status_socket)) and time.monotonic() < end:
+        time.sleep(0.05)
+    if above and not force:
+        raise ConfigError(f"{above} starts blobfs again at once", hint="end that first: its SIGTERM stops no container")
+    stopped = daemon.stop(found, force=force)
+    if stopped and above:
+        click.echo(f"blobfs has ended; {above} starts it again, with another mount")
+    else:
+        click.echo("blobfs has ended and its mount is gone" if stopped else "no blobfs is running")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -409,15 +410,23 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
         settings = _settings(tree, "/usr/bin/weenv", known.options.get("config", files.CONFIG), frozenset(files.OPTIONAL))
         lower = BlobfsConfig() if tree.read(settings.config) is None else blobfs_config.load(tree.host(settings.config))
         removal = steps.plan_removal(tree, known)
+        left = _Left()
         if tree.live:
             _refuse_while_used(settings.root)
-            if purge and not booted():
-                _refuse_while_served(settings.root)
+            if not booted():
+                left = _left(settings, lower, known)
+                if purge and left:
+                    raise ConfigError(f"{settings.root} is still served", hint=f"first: {', '.join(left.todo)}")
+        todo = left.todo
+        if tree.live and not booted() and (told := _told(removal, known)):
+            todo.append(f"restart {' and '.join(told)}")
         if dry_run:
             for write in removal.writes:
                 _show(write)
             for path in [*removal.links, *removal.files, record.PATH, *([settings.root] if purge else [])]:
                 click.echo(f"would remove {path}")
+            if todo:
+                click.echo(f"would leave to you: {', '.join(todo)}")
             return
         if tree.live and booted():
             with Manager() as manager:
@@ -435,12 +444,16 @@ def uninstall(purge: bool, no_restart: bool, directory: str, dry_run: bool) -> N
             click.echo(f"removed {path}")
         for path, reason in removal.kept.items():
             click.echo(f"left {path}: {reason}", err=True)
-        if tree.live:
+        if tree.live and not left:
             _sweep(settings, lower)
+        if todo:
+            click.echo(f"systemd is not the first process here, so nothing was stopped: {', '.join(todo)}", err=True)
         if purge:
             _purge(tree, settings)
         elif os.path.isdir(tree.host(settings.root)):
-            click.echo(f"layers and snapshots stay in {settings.root}; weenv install goes on with them, rm -r deletes them")
+            when = " after that" if todo else ""
+            stay = f"layers and snapshots stay in {settings.root}"
+            click.echo(f"{stay}; weenv install goes on with them, rm -r{when} deletes them")
 
 
 def _forget(manager: Manager, *, restart: bool) -> str:
@@ -478,13 +491,53 @@ def _refuse_while_used(root: str) -> None:
         )
 
 
-def _refuse_while_served(root: str) -> None:
-    """Without services there is nothing here that ends daemons and unmounts layers."""
-    from weenv.plugin.snapshotter.mounts import mounts_below
-    from weenv.plugin.snapshotter.status import collect
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What runs and is mounted, without services that could be stopped; false where nothing is. ``todo`` ends it, in order."""
 
-    if collect(root).running or mounts_below(root):
-        raise ConfigError(f"{root} is still served", hint="end weenv serve, or both daemons, and run: weenv blobfs stop")
+    daemons: tuple[str, ...] = ()
+    layers: str = ""
+    """The directory below which layers are mounted."""
+    blobfs: bool = False
+    unseen: tuple[str, ...] = ()
+    """Daemons that may run."""
+
+    def __bool__(self) -> bool:
+        return bool(self.daemons or self.layers or self.blobfs)
+
+    @property
+    def todo(self) -> list[str]:
+        steps = [f"end {daemon}" for daemon in self.daemons] + [f"end {daemon} where it runs" for daemon in self.unseen]
+        if self.layers:
+            steps.append(f"unmount what is mounted below {self.layers}")
+        if self.blobfs:
+            steps.append("run weenv blobfs stop")
+        return steps
+
+
+def _left(settings: files.Settings, lower: BlobfsConfig, known: record.Record) -> _Left:
+    """As the locks that daemons hold say, and the mounts."""
+    from weenv.core.process import holder_of
+    from weenv.plugin.snapshotter.mounts import mounts_below
+    from weenv.systemd import supervisor
+
+    daemons = [above] if (above := supervisor.running(lower.status_socket)) else []
+    for name, root in (("weenv snapshotter", settings.root), ("weenv elastic", settings.elastic_root)):
+        with contextlib.suppress(PermissionError):  # a dry run of somebody who is not root
+            held, pid = holder_of(root)
+            if held and not (above and root == settings.root):
+                daemons.append(f"{name} (pid {pid})")
+    mounted = lower.mountpoint in mounts_below(os.path.dirname(lower.mountpoint))
+    unseen = tuple(f"weenv {name}" for name in ("nri", "gateway") if name in known.options.get("with", ()))
+    return _Left(tuple(daemons), settings.root if mounts_below(settings.root) else "", mounted, unseen)
+
+
+def _told(removal: steps.Removal, known: record.Record) -> list[str]:
+    """Whose configuration says less of weenv afterwards."""
+    folder = os.path.dirname(known.options.get("containerd", containerd.MAIN))
+    paths = [*removal.files, *(write.path for write in removal.writes)]
+    also = ["docker"] if docker.DAEMON in paths else []
+    return ["containerd", *also] if any(path.startswith(f"{folder}/") for path in paths) else also
 
 
 def _stop(manager: Manager, settings: files.Settings, lower: BlobfsConfig) -> None:

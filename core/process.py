@@ -42,6 +42,23 @@ def only_instance(root: str, what: str, name: str = "lock", *, patience: float =
         os.close(fd)
 
 
+def holder_of(root: str, name: str = "lock") -> tuple[bool, int]:
+    """Whether a process holds ``<root>/<name>``, and its process id, 0 where that cannot be told. Raises OSError."""
+    try:
+        fd = os.open(os.path.join(root, name), os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False, 0
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            text = os.pread(fd, 32, 0).strip()
+            return True, int(text) if text.isdigit() else 0
+        return False, 0
+    finally:
+        os.close(fd)
+
+
 def settle() -> None:
     """Take modules and tables out of garbage collection, which stops everybody each time it goes through them.
 

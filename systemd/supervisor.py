@@ -37,7 +37,7 @@ from typing import Final, NoReturn
 
 from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.log import configure
-from weenv.core.process import only_instance
+from weenv.core.process import holder_of, only_instance
 from weenv.core.unixsocket import bind_private, clear_path
 from weenv.systemd import notify
 
@@ -54,6 +54,8 @@ _WAITING_MAX: Final = 128
 """Connections greeted and not given to a daemon yet; further ones wait to be accepted."""
 _HTTP2_SETTINGS: Final = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """An empty SETTINGS frame, with which an HTTP/2 server begins (RFC 9113, 3.4); more of them may follow at any time."""
+_LOCK: Final = "serve.lock"
+"""Beside the sockets."""
 _PR_SET_PDEATHSIG: Final = 1
 _CREDENTIALS: Final = struct.Struct("3i")  # struct ucred, unix(7)
 
@@ -388,6 +390,15 @@ def _listener(path: str, passed: Sequence[int]) -> socket.socket:
     return found
 
 
+def running(status_socket: str) -> str:
+    """The ``weenv serve`` that runs the blobfs of ``status_socket``, as people call it; empty where there is none."""
+    with contextlib.suppress(OSError):
+        held, pid = holder_of(os.path.dirname(status_socket), _LOCK)
+        if held:
+            return f"weenv serve (pid {pid})" if pid else "weenv serve"
+    return ""
+
+
 def serve(config: str, level: str, style: str, sockets: dict[str, str]) -> int:
     """Supervise both daemons with the configuration file ``config``; ``sockets`` are the paths of those to hold, by daemon.
 
@@ -396,7 +407,7 @@ def serve(config: str, level: str, style: str, sockets: dict[str, str]) -> int:
     place = os.path.dirname(next(iter(sockets.values())))
     os.makedirs(place, mode=0o700, exist_ok=True)
     passed = notify.inherited()
-    with only_instance(place, "weenv serve", "serve.lock", patience=notify.patience()):
+    with only_instance(place, "weenv serve", _LOCK, patience=notify.patience()):
         bound = [path for name, path in sockets.items() if name not in passed]
         children = [
             Child(

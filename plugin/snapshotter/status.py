@@ -6,13 +6,13 @@ Nothing here writes, and a metastore that is being written by the daemon is read
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from weenv.core.errors import FormatError, StorageError
+from weenv.core.process import holder_of
 from weenv.plugin.containerd.types import Kind
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import META
@@ -85,20 +85,9 @@ def collect(root: str) -> NodeStatus:
 
 def _lock_holder(root: str) -> tuple[bool, int]:
     try:
-        fd = os.open(os.path.join(root, "lock"), os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False, 0
+        return holder_of(root)
     except OSError as error:
         raise StorageError(f"cannot read {root}: {error.strerror}", errno=error.errno or 0, hint="run it as root") from error
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            text = os.pread(fd, 32, 0).strip()
-            return True, int(text) if text.isdigit() else 0
-        return False, 0
-    finally:
-        os.close(fd)
 
 
 def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:

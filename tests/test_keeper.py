@@ -15,7 +15,8 @@ from weenv.plugin.snapshotter.blobfs.config import CacheConfig
 from weenv.plugin.snapshotter.blobfs.daemon import read_tail
 from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
 from weenv.plugin.snapshotter.cache import keeper as module
-from weenv.plugin.snapshotter.cache.keeper import ALL, Keeper, Which, matches
+from weenv.plugin.snapshotter.cache.evict import Held
+from weenv.plugin.snapshotter.cache.keeper import ALL, Entry, Keeper, Which, matches
 from weenv.plugin.snapshotter.cache.present import GOOD, is_complete, progress
 from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.layerdir import EVICT, LayerDirs
@@ -85,6 +86,22 @@ def test_what_is_there(node: Node) -> None:
     assert node.keeper.size().data == sum(row["disk_bytes"] for row in rows.values()) > 2 * 400 * KIB
     with open(f"{node.path(LAYERS[1])}/data", "rb"):
         assert not next(row for row in node.keeper.rows() if row["digest"] == LAYERS[1].digest)["evictable"]
+
+
+def test_a_layer_that_is_removed_while_they_are_listed_is_left_out(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    for made in LAYERS[:2]:
+        node.add(made)
+        node.close(made)
+    held = Keeper._held
+
+    def remove(self: Keeper, entry: Entry, before: float) -> Held | None:
+        found = held(self, entry, before)
+        if entry.digest == LAYERS[0].digest:
+            node.table.dirs.discard(entry.digest)
+        return found
+
+    monkeypatch.setattr(Keeper, "_held", remove)
+    assert [row["digest"] for row in node.keeper.rows()] == [LAYERS[1].digest]
 
 
 @pytest.mark.parametrize("closed", [False, True])

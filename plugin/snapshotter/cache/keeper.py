@@ -221,8 +221,11 @@ class Keeper:
             if held is None:
                 continue
             there = held.states != MISSING
-            with self._store(entry) as store, store.alone() as alone:
-                free = alone
+            try:
+                with self._store(entry) as store, store.alone() as alone:
+                    free = alone
+            except (OSError, WeenvError):  # the layer has been removed meanwhile
+                continue
             found.append(
                 {
                     "digest": entry.digest,

@@ -64,12 +64,19 @@ def _containerd(path: str, address: str, name: str, version: str) -> tuple[list[
         if tree.read(main) is None:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         files = containerd.chain(containerd.Reader(read, tree.matches), main)
-        config = containerd.effective(files, tables=(parse(version) or (0, 0, 0)) >= (2, 2, 0))
+        own, written = parse(version), files[main].get("version", 1)
+        merges = own >= (2, 0, 0) if own is not None else type(written) is int and written >= 3  # which 1.7 does not read
+        config = containerd.effective(files, tables=merges)
     except (OSError, ValueError, WeenvError) as error:
         remedy = getattr(error, "hint", "") or "name it with --containerd-config, or write it (see README)"
         seen = f"{error.filename or path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         return [checks.Finding("containerd config", "fail", seen, rights.remedy(error, remedy))], None
-    return list(checks.containerd_tables(config, address, name)), config
+    findings = list(checks.containerd_tables(config, address, name))
+    if uneven := containerd.newer(files):
+        seen = f"{uneven} has version {files[uneven].get('version', 1)}, the main file {written}"
+        remedy = "make them the same: containerd 2.3 does not start like this, older ones pass by parts of the main file"
+        findings.append(checks.Finding("containerd config", "warn", seen, remedy))
+    return findings, config
 
 
 def _blobs(path: str, status_socket: str) -> list[checks.Finding]:

@@ -1,10 +1,11 @@
 """containerd's configuration: a drop-in of our own, and as little as can be in the files of others.
 
 How containerd reads it (cmd/containerd/server/config/config.go, and tried with 1.7.24 and 2.1.9 by ``config dump``): the main
-file, then what its ``imports`` name, in order. Proxy plugins are merged by name, but the table of a plugin
-(``plugins."io.containerd..."``) in a later file replaces that of an earlier one as a whole, up to 2.1. A drop-in may therefore
-not touch a plugin that another file configures; that file has to be edited. No file may have a higher ``version`` than the main
-one, and 1.7 knows no version 3.
+file, then what its ``imports`` name, in order. Of a proxy plugin the last file's table is all there is. In 1.7 it is so with
+the table of a plugin (``plugins."io.containerd..."``), too; from 2.0 on those are merged, but lists in them replaced (pull
+request 9982 of containerd). A drop-in may therefore not touch a plugin that another file configures; that file has to be
+edited. No file should have a higher ``version`` than the main one: 2.3 does not start then, older ones do not migrate the main
+file. 1.7 knows no version 3.
 """
 
 from __future__ import annotations
@@ -156,16 +157,12 @@ def chain(reader: Reader, main: str, drop_in: str = "") -> dict[str, dict[str, A
 def effective(files: dict[str, dict[str, Any]], *, tables: bool = False) -> dict[str, Any]:
     """What containerd makes of a :func:`chain`: the version, the proxy plugins and the plugins' tables. Raises ConfigError.
 
-    ``tables``: those of one plugin in several files are merged, as from 2.2 on; before, the last one is all there is.
+    ``tables``: those of one plugin in several files are merged, as from 2.0 on; before, the last one is all there is.
     """
     found: dict[str, Any] = {"proxy_plugins": {}, "plugins": {}}
     for path, tree in files.items():
-        version = tree.get("version")
-        if "version" not in found and version is not None:
-            found["version"] = version
-        elif type(version) is int and type(found.get("version")) is int and version > found["version"]:
-            hint = "containerd does not start like this; make them the same"
-            raise ConfigError(f"{path} has version {version}, the main file {found['version']}", hint=hint)
+        if "version" in tree:
+            found.setdefault("version", tree["version"])
         for section in ("proxy_plugins", "plugins"):
             table = tree.get(section, {})
             if not isinstance(table, dict):
@@ -175,6 +172,13 @@ def effective(files: dict[str, dict[str, Any]], *, tables: bool = False) -> dict
             else:
                 found[section].update(table)
     return found
+
+
+def newer(files: dict[str, dict[str, Any]]) -> str:
+    """The first file of a :func:`chain` that has a higher version than the main one; empty where none has."""
+    versions = {path: number for path, tree in files.items() if type(number := tree.get("version", 1)) is int}
+    main = next(iter(files))
+    return next((path for path, number in versions.items() if number > versions.get(main, number)), "")
 
 
 def _merge(into: dict[str, Any], table: dict[str, Any]) -> None:

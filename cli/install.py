@@ -486,7 +486,7 @@ def _using(root: str) -> list[str]:
 def _refuse_while_used(root: str) -> None:
     if used := _using(root):
         raise ConfigError(
-            f"{render.counted(len(used), 'container')} use layers of WeEnv, such as {used[0]}",
+            f"{render.counted(len(used), 'container uses', 'containers use')} layers of WeEnv, such as {used[0]}",
             hint="remove them first: weenv rm --all --force, ctr, crictl or docker; their layers stay",
         )
 

@@ -148,3 +148,10 @@ def test_no_mapped_ids_are_promised_on_the_fuse_plane(plane: str, remap: bool, t
     options = {"containerd": "/etc/containerd/config.toml", "cri": False, "docker": False}
     (drop_in,), _ = install._amends(Tree(str(tmp_path)), files.Settings("/usr/bin/weenv", plane=plane), options, 2)
     assert (b"remap-ids" in drop_in.data) is remap
+
+
+@pytest.mark.parametrize(("number", "words"), [(1, "1 container uses layers"), (2, "2 containers use layers")])
+def test_who_uses_layers_is_counted(number: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(install, "_using", lambda _root: ["/run/c"] * number)
+    with pytest.raises(ConfigError, match=words):
+        install._refuse_while_used("/data")

@@ -34,7 +34,7 @@ def configure(files: dict[str, str], line: int, *, cri: bool = False, remap: boo
 
 
 def merged(files: dict[str, str]) -> dict[str, object]:
-    """Proxy plugins and the tables of plugins as containerd up to 2.1 sees them: those of later files replace earlier ones."""
+    """Proxy plugins and the tables of plugins as containerd 1.7 sees them: those of later files replace earlier ones."""
     proxies: dict[str, object] = {}
     plugins: dict[str, object] = {}
     pending, seen = [MAIN], set()

@@ -75,10 +75,15 @@ def _program(tree: Tree, given: str | None) -> str:
     return path
 
 
+def _interpreter(tree: Tree, program: str) -> str:
+    """The Python that a command's first line names; the command itself where it is no script."""
+    first = (tree.read(program) or b"").partition(b"\n")[0]
+    return os.fsdecode(first[2:].split()[0]) if first.startswith(b"#!/") else program
+
+
 def _check_reach(tree: Tree, program: str) -> None:
     """The gateway is not root, so it has to be able to get at the command and at the Python that it names."""
-    first = (tree.read(program) or b"").partition(b"\n")[0]
-    interpreter = os.fsdecode(first[2:].split()[0]) if first.startswith(b"#!/") else program
+    interpreter = _interpreter(tree, program)
     for path in (program, interpreter, tree.resolve(interpreter)):
         while path != "/":
             path = os.path.dirname(path)
@@ -109,6 +114,7 @@ def _settings(tree: Tree, program: str, config: str, chosen: frozenset[str]) -> 
     return files.Settings(
         program, config, lazy.root, lazy.socket, bytes_.status_socket, elastic.socket, elastic.root,
         gateway.from_tables(tables).address, elastic.address, lazy.plane, chosen,
+        _interpreter(tree, program),
     )  # fmt: skip
 
 

@@ -55,6 +55,19 @@ def test_paths_are_the_nodes() -> None:
 
 
 @pytest.mark.parametrize(
+    "settings",
+    [
+        Settings("/tmp/w/bin/weenv", chosen=frozenset(OPTIONAL)),
+        Settings("/usr/bin/weenv", chosen=frozenset(OPTIONAL), interpreter="/var/tmp/w/bin/python"),
+    ],
+)
+def test_a_command_in_tmp_is_in_sight_of_its_service(settings: Settings) -> None:
+    hidden = [item.path for item in files.items(settings) if b"PrivateTmp=yes" in item.data]
+    assert not hidden
+    assert any(b"PrivateTmp=yes" in item.data for item in files.items(ALL))
+
+
+@pytest.mark.parametrize(
     ("address", "listens"), [("localhost:5050", "127.0.0.1:5050"), ("0.0.0.0:1", "0.0.0.0:1"), ("unix:/run/g", "/run/g")]
 )
 def test_addresses_of_the_gateway(address: str, listens: str) -> None:

@@ -62,7 +62,8 @@ _PLAIN = re.compile(r"/[A-Za-z0-9_.,+@:/-]+\Z")
 class Settings:
     """What the files depend on. ``program`` is the command's path; ``chosen`` are daemons of :data:`OPTIONAL`.
 
-    ``plane`` is how layers are mounted, as the configuration says: containerd is told what works then.
+    ``plane`` is how layers are mounted, as the configuration says: containerd is told what works then. ``interpreter`` is the
+    Python that the command names, empty where it names none.
     """
 
     program: str
@@ -76,6 +77,7 @@ class Settings:
     containerd: str = "/run/containerd/containerd.sock"
     plane: str = "auto"
     chosen: frozenset[str] = frozenset()
+    interpreter: str = ""
 
     def __post_init__(self) -> None:
         for name in ("program", "config", "root", "socket", "status_socket", "elastic_socket", "elastic_root", "containerd"):
@@ -85,6 +87,12 @@ class Settings:
     def elastic_place(self) -> str:
         """The directory in which the elastic daemon makes its own: systemd gives it no other to write to."""
         return self.elastic_root.rstrip("/").rpartition("/")[0] or self.elastic_root
+
+    @property
+    def in_tmp(self) -> bool:
+        """Whether a service with a /tmp of its own would miss something."""
+        needed = (self.program, self.interpreter, self.config, self.root, self.elastic_root, self.containerd)
+        return any(path.startswith(("/tmp/", "/var/tmp/")) for path in needed)  # noqa: S108
 
     @property
     def daemons(self) -> tuple[str, ...]:
@@ -158,6 +166,8 @@ def _fit(name: str, settings: Settings) -> str:
         places["127.0.0.1:5050"] = _listen(settings.gateway)
     pattern = "|".join(rf"{re.escape(place)}(?![\w.-])" for place in places)
     text = re.sub(pattern, lambda found: places[found[0]], _text(name))
+    if settings.in_tmp:
+        text = re.sub(r"^PrivateTmp=yes$", "PrivateTmp=no", text, flags=re.MULTILINE)
     return re.sub(r"^(ExecStart=.* serve)$", lambda found: found[1] + config, text, flags=re.MULTILINE)
 
 

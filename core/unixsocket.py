@@ -5,8 +5,12 @@ from __future__ import annotations
 import os
 import socket
 import stat
+import struct
 
 from weenv.core.errors import ConfigError
+
+_CREDENTIALS = struct.Struct("iII")
+"""struct ucred: pid, uid, gid."""
 
 
 def bind_private(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
@@ -23,6 +27,24 @@ def bind_private(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
         made.close()
         raise
     return made
+
+
+def connected(path: str, patience: float, kind: int = socket.SOCK_STREAM) -> socket.socket:
+    """A connection to the socket at ``path``; ``patience`` is its timeout in seconds, now and later. Raises OSError."""
+    made = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
+    made.settimeout(patience)
+    try:
+        made.connect(path)
+    except BaseException:
+        made.close()
+        raise
+    return made
+
+
+def is_trusted(peer: socket.socket) -> bool:
+    """Whether who connected (unix(7), SO_PEERCRED) is root or the user that this process is."""
+    uid: int = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
+    return uid in (0, os.geteuid())
 
 
 def clear_path(path: str) -> None:

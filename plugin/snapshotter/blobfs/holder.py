@@ -27,14 +27,13 @@ import os
 import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 import time
 from typing import Any
 
 from weenv.core.errors import ConfigError, MountError
-from weenv.core.unixsocket import bind_private
+from weenv.core.unixsocket import bind_private, connected, is_trusted
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 
 _PACKET = 64 << 10
@@ -102,8 +101,7 @@ class Holder:
             client, _ = listener.accept()
         except OSError:
             return  # it is gone, or there are too many
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-        if struct.unpack("iII", credentials)[1] not in (0, os.geteuid()):
+        if not is_trusted(client):
             client.close()
             return
         client.settimeout(5.0)  # a client that does not read its answer does not stop the holder for long
@@ -187,14 +185,7 @@ class HolderClient:
 
 
 def _connect(path: str) -> socket.socket:
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    connection.settimeout(_ANSWER)
-    try:
-        connection.connect(path)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    return connected(path, _ANSWER, socket.SOCK_SEQPACKET)
 
 
 def attach(path: str) -> tuple[HolderClient, int, MountState] | None:

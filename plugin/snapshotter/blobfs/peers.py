@@ -19,7 +19,7 @@ import socket
 import struct
 from typing import Final
 
-from weenv.core.unixsocket import bind_private
+from weenv.core.unixsocket import bind_private, is_trusted
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.blobfs.server import Server, ServeStats
 
@@ -35,7 +35,6 @@ _PATIENCE: Final = 1000
 _HEAD: Final = wire.OUT_HEADER
 _ALLOWED: Final = frozenset((wire.LOOKUP, wire.GETATTR, wire.READ))
 _OPCODE_AT: Final = 4
-_CREDENTIALS: Final = struct.Struct("iII")
 """struct ucred: pid, uid, gid."""
 _SO_SNDBUFFORCE: Final = 32
 """include/uapi/asm-generic/socket.h"""
@@ -107,8 +106,7 @@ class PeerServer(Server):
             peer, _ = self._listener.accept()
         except OSError:  # another thread had it, or it is gone again
             return
-        credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] not in (0, os.geteuid()):
+        if not is_trusted(peer):
             peer.close()
             return
         peer.setblocking(False)

@@ -31,6 +31,7 @@ from typing import Any
 
 from weenv.core import digest as digests
 from weenv.core.errors import FormatError, MountError
+from weenv.core.unixsocket import connected
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import Builder
 from weenv.plugin.snapshotter.cache.present import is_complete
@@ -195,14 +196,7 @@ class FusePlane:
 
 
 def _connect(path: str) -> socket.socket:
-    made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    made.settimeout(_PATIENCE)
-    try:
-        made.connect(path)
-    except BaseException:
-        made.close()
-        raise
-    return made
+    return connected(path, _PATIENCE, socket.SOCK_SEQPACKET)
 
 
 def _answer(server: socket.socket) -> dict[str, Any]:

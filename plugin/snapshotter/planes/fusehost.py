@@ -38,14 +38,13 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from typing import Any, Final
 
 from weenv.core import log as logs
 from weenv.core.errors import FormatError
-from weenv.core.unixsocket import bind_private
+from weenv.core.unixsocket import bind_private, is_trusted
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ _LINGER: Final = 1.0
 """Seconds for which a host that nobody needs stays."""
 _TASKS: Final = 256
 """Requests of one layer at a time; each has a buffer of a megabyte of address space, of which a page is touched."""
-_CREDENTIALS: Final = struct.Struct("iII")
 
 
 def pack(message: dict[str, Any]) -> bytes:
@@ -118,8 +116,7 @@ class Host:
             client, _ = listener.accept()
         except OSError:
             return
-        credentials = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        if _CREDENTIALS.unpack(credentials)[1] not in (0, os.geteuid()):
+        if not is_trusted(client):
             client.close()
             return
         client.settimeout(30.0)

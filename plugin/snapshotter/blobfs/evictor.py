@@ -146,12 +146,12 @@ class Evictor:
 
     def status(self) -> dict[str, Any]:
         """For ``weenv status`` and ``weenv cache ls``: sizes in bytes."""
-        size = self.size
+        bounds = self.size.bounds if self.size is not None and self.size.bounds.bounded else None
         return {
             "data": self.estimate,
-            "high": size.bounds.high if size is not None and size.bounds.bounded else None,
-            "low": size.bounds.low if size is not None and size.bounds.bounded else None,
-            "bound_by": None if size is None or not size.bounds.bounded else "disk" if size.bounds.disk else "size",
+            "high": bounds.high if bounds is not None else None,
+            "low": bounds.low if bounds is not None else None,
+            "bound_by": None if bounds is None else "disk" if bounds.disk else "size",
             "evicted_frames": dict(self.keeper.evicted_frames),
             "evicted_bytes": dict(self.keeper.evicted_bytes),
             "stuck": bool(self.stuck),

@@ -19,6 +19,7 @@ import pytest
 from weenv_testkit.blobfsproc import Blobfs, running
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.dockerd import NAMESPACE, Dockerd
+from weenv_testkit.elastic import Elastic
 from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.procs import Failed, mounts_under, processes_of, wait_until
 from weenv_testkit.registry import Registry
@@ -154,6 +155,13 @@ def module_bench(module_node: Node, plan_file: str) -> Iterator[Bench]:
     bench = Bench(module_node, plan_file)
     yield bench
     bench.call("rm", "--all", "--force")
+
+
+@pytest.fixture(scope="module")
+def module_elastic(module_bench: Bench) -> Iterator[Elastic]:
+    """The elastic daemon on the module's node; tests ask for their module's ``elastic``."""
+    with Elastic(module_bench) as running:
+        yield running
 
 
 @pytest.fixture

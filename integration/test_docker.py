@@ -141,12 +141,12 @@ def test_a_rollout(client: docker.DockerClient, debian: str, registry: Registry)
     streamed = container.exec_run(["sh", "-c", "echo one; echo two"], stream=True).output
     assert b"".join(streamed) == b"one\ntwo\n"
     sent = archive(
-        Member.directory("work", 0o750, uid=1000, gid=1001), Member("work/run.sh", b"#!/bin/sh\necho hi $1\n", mode=0o755),
-        Member("work/data", b"x" * 100_000, uid=5), Member.symlink("work/link", "data"),
+        Member.directory("job", 0o750, uid=1000, gid=1001), Member("job/run.sh", b"#!/bin/sh\necho hi $1\n", mode=0o755),
+        Member("job/data", b"x" * 100_000, uid=5), Member.symlink("job/link", "data"),
     )  # fmt: skip
     assert container.put_archive("/", sent)
-    assert container.exec_run("/work/run.sh there").output == b"hi there\n"
-    assert container.exec_run("stat -c '%a %u %g' /work /work/data").output == b"750 1000 1001\n644 5 0\n"
+    assert container.exec_run("/job/run.sh there").output == b"hi there\n"
+    assert container.exec_run("stat -c '%a %u %g' /job /job/data").output == b"750 1000 1001\n644 5 0\n"
     assert container.put_archive("/opt/weenv", archive(Member("log", b"replaced\n"))), "over a file of a lazy layer"
     assert container.exec_run("cat /opt/weenv/log").output == b"replaced\n"
     chunks, info = container.get_archive("/opt/weenv/many")
@@ -154,12 +154,12 @@ def test_a_rollout(client: docker.DockerClient, debian: str, registry: Registry)
         files = {member.name: tar.extractfile(member) for member in tar if member.isfile()}
         assert len(files) == 2000 and info["name"] == "many"
         assert all(file is not None and file.read() == b"%d\n" % int(name[-4:]) * 50 for name, file in files.items())
-    chunks, _ = container.get_archive("/work/link")
+    chunks, _ = container.get_archive("/job/link")
     with tarfile.open(fileobj=io.BytesIO(b"".join(chunks))) as tar:
         assert [(member.issym(), member.linkname) for member in tar] == [(True, "data")]
     with pytest.raises(docker.errors.NotFound):
         container.get_archive("/opt/weenv/gone")
-    assert {item["Path"] for item in container.diff()} >= {"/work", "/work/data", "/opt/weenv/log"}
+    assert {item["Path"] for item in container.diff()} >= {"/job", "/job/data", "/opt/weenv/log"}
     container.kill()
     assert container.wait()["StatusCode"] == 137
     chunks, _ = container.get_archive("/opt/weenv/log")  # of one that is not running
@@ -167,7 +167,7 @@ def test_a_rollout(client: docker.DockerClient, debian: str, registry: Registry)
         file = tar.extractfile("log")
         assert file is not None and file.read() == b"replaced\n"
     container.start()
-    assert container.exec_run("cat /opt/weenv/log /work/run.sh").output.startswith(b"replaced\n#!/bin/sh\n"), "writes stay"
+    assert container.exec_run("cat /opt/weenv/log /job/run.sh").output.startswith(b"replaced\n#!/bin/sh\n"), "writes stay"
     container.remove(force=True)
     assert fetched_of(registry, mark, "debian") < 0.2
 

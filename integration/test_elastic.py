@@ -16,7 +16,7 @@ from weenv.plugin.nri.cgroups import Reader, find
 from weenv.plugin.nri.config import MIB, MemoryRules
 from weenv.plugin.nri.model import EnvKey, Quota
 from weenv_testkit import tools
-from weenv_testkit.elastic import NAMESPACE, V2, Elastic, plan_with
+from weenv_testkit.elastic import NAMESPACE, V2, Elastic, plan_with, start
 from weenv_testkit.node import Node
 from weenv_testkit.procs import wait_until
 from weenv_testkit.running import Bench
@@ -33,13 +33,6 @@ BURN = "while :; do if [ -e /tmp/calm ]; then exec sleep 1000; else i=0; while [
 CPU."""
 
 
-@pytest.fixture(scope="module")
-def module_elastic(module_bench: Bench) -> Iterator[Elastic]:
-    """The daemon for the module; tests ask for ``elastic``."""
-    with Elastic(module_bench) as running:
-        yield running
-
-
 @pytest.fixture
 def elastic(module_elastic: Elastic, bench: Bench) -> Iterator[Elastic]:
     """Nothing of a test is managed after it, and the log has no complaint that it did not expect."""
@@ -53,11 +46,6 @@ def elastic(module_elastic: Elastic, bench: Bench) -> Iterator[Elastic]:
 @pytest.fixture
 def plan(bench: Bench) -> str:
     return plan_with(bench.plan, SMALL)
-
-
-def start(bench: Bench, plan: str, script: str, *options: str) -> str:
-    """Start a shell script detached; its environment's name."""
-    return bench.ok("run", "-d", *options, plan, "--", "sh", "-c", script).strip()
 
 
 def test_a_burst_is_given_more_cpu_and_calm_takes_it_back(elastic: Elastic, bench: Bench, plan: str) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from weenv.plugin.nri.config import MIB
-from weenv_testkit.elastic import V2, Elastic, plan_with
+from weenv_testkit.elastic import V2, Elastic, plan_with, start
 from weenv_testkit.procs import run, wait_until
 from weenv_testkit.running import Bench
 
@@ -21,23 +21,11 @@ LONG = 90
 """Seconds that anything may take on a machine that is busy."""
 
 
-@pytest.fixture(scope="module")
-def module_elastic(module_bench: Bench) -> Iterator[Elastic]:
-    with Elastic(module_bench) as running:
-        yield running
-
-
 @pytest.fixture
 def elastic(module_elastic: Elastic, bench: Bench) -> Iterator[Elastic]:
     yield module_elastic
     bench.call("rm", "--all", "--force")
     wait_until("all environments to be forgotten", lambda: not module_elastic.top()["environments"])
-
-
-def start(bench: Bench, resources: str, script: str, *options: str) -> str:
-    """Start a shell script detached; its environment's name."""
-    plan = plan_with(bench.plan, resources)
-    return bench.ok("run", "-d", *options, plan, "--", "sh", "-c", script).strip()
 
 
 def kills(elastic: Elastic, name: str) -> dict[str, int]:
@@ -48,7 +36,7 @@ def kills(elastic: Elastic, name: str) -> dict[str, int]:
 
 def test_who_grows_faster_than_anybody_looks_is_slowed_and_not_killed(elastic: Elastic, bench: Bench) -> None:
     script = "while [ ! -e /tmp/go ]; do sleep 0.2; done; dd if=/dev/zero of=/dev/shm/x bs=4M count=15; sleep 1000"
-    name = start(bench, "{cpu: {start: 1}, memory: {start: 32Mi, max: 256Mi}}", script)
+    name = start(bench, plan_with(bench.plan, "{cpu: {start: 1}, memory: {start: 32Mi, max: 256Mi}}"), script)
     wait_until("the brake", lambda: 0 < elastic.number("memory", name, "memory.high") < 32 * MIB, LONG)
     bench.ok("exec", name, "--", "touch", "/tmp/go")
     wait_until("all to be written", lambda: elastic.usage(name) > 60_000_000, LONG)
@@ -65,7 +53,7 @@ def test_who_grows_faster_than_anybody_looks_is_slowed_and_not_killed(elastic: E
 
 def test_a_limit_goes_down_once_the_kernel_has_dropped_the_cache_above_it(elastic: Elastic, bench: Bench) -> None:
     script = "head -c 60000000 /dev/zero > /dev/shm/x; rm /dev/shm/x; head -c 60000000 /dev/zero > /root/y; sync; sleep 1000"
-    name = start(bench, "{cpu: {start: 1}, memory: {start: 48Mi, max: 256Mi}}", script)
+    name = start(bench, plan_with(bench.plan, "{cpu: {start: 1}, memory: {start: 48Mi, max: 256Mi}}"), script)
     wait_until("a raise", lambda: elastic.limit(name) > 48 * MIB, LONG)
     wait_until("the start again", lambda: elastic.limit(name) == 48 * MIB, LONG)
     assert elastic.usage(name) <= 48 * MIB and kills(elastic, name)["oom_kill"] == 0
@@ -76,7 +64,11 @@ def test_a_limit_goes_down_once_the_kernel_has_dropped_the_cache_above_it(elasti
 
 
 def test_an_update_that_is_refused_is_told_and_made_up_for(elastic: Elastic, bench: Bench) -> None:
-    name = start(bench, "{cpu: {start: 50m, max: 2}, memory: {start: 64Mi, max: 256Mi}}", "sleep 1; while :; do :; done")
+    name = start(
+        bench,
+        plan_with(bench.plan, "{cpu: {start: 50m, max: 2}, memory: {start: 64Mi, max: 256Mi}}"),
+        "sleep 1; while :; do :; done",
+    )
     file = os.path.join(elastic.group("cpu", name), "cpu.max")
     # What stands in for the kernel's file cannot be written to.
     run("mount", "--bind", "-o", "ro", "/proc/version", file)

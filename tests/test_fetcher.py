@@ -312,40 +312,40 @@ async def test_the_reason_of_an_error_is_said_once(tmp_path: Path, caplog: pytes
         assert len(said) == 1 and "down" in said[0].__dict__["error"]
 
 
-async def test_failures_are_retried_until_the_source_is_back(tmp_path: Path) -> None:
-    down = True
+class Outage:
+    """A fault of a source that has none once ``down`` is false."""
 
-    def fault(_offset: int, length: int) -> int:
-        if down:
+    def __init__(self) -> None:
+        self.down = True
+
+    def __call__(self, _offset: int, length: int) -> int:
+        if self.down:
             raise UnavailableError("down")
         return length
 
-    source = SimulatedSource(LAYER.blob, fault=fault)
+
+async def test_failures_are_retried_until_the_source_is_back(tmp_path: Path) -> None:
+    outage = Outage()
+    source = SimulatedSource(LAYER.blob, fault=outage)
     async with bench(tmp_path, source) as b:
         waiting = asyncio.ensure_future(b.get(0, 1))
         await asyncio.sleep(0.1)
         assert not waiting.done()
-        down = False
+        outage.down = False
         await waiting
         assert 3 <= len(source.requests) <= 15
 
 
 async def test_who_waits_for_his_next_try_is_woken_when_the_source_is_back(tmp_path: Path) -> None:
     """After a long outage pauses are long; the first frame that arrives ends them all."""
-    down = True
-
-    def fault(_offset: int, length: int) -> int:
-        if down:
-            raise UnavailableError("down")
-        return length
-
-    source = SimulatedSource(LAYER.blob, fault=fault)
+    outage = Outage()
+    source = SimulatedSource(LAYER.blob, fault=outage)
     async with bench(tmp_path, source, backoff=4.0, backoff_max=8.0, deadline=30.0, range_max=1) as b:
         waiting = [asyncio.ensure_future(b.get(frame)) for frame in range(0, 20, 2)]
         async with asyncio.timeout(10):
             while len(b.fetcher._paused) < 10:
                 await asyncio.sleep(0.01)
-        down = False
+        outage.down = False
         began = time.monotonic()
         await b.get(30)
         await asyncio.gather(*waiting)

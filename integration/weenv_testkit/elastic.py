@@ -125,4 +125,9 @@ def plan_with(plan: str, resources: str) -> str:
     return path
 
 
-__all__ = ["NAMESPACE", "SETTINGS", "Elastic", "plan_with"]
+def start(bench: Bench, plan: str, script: str, *options: str) -> str:
+    """Start a shell script detached; its environment's name."""
+    return bench.ok("run", "-d", *options, plan, "--", "sh", "-c", script).strip()
+
+
+__all__ = ["NAMESPACE", "SETTINGS", "Elastic", "plan_with", "start"]

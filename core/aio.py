@@ -55,6 +55,9 @@ class SingleFlight(Generic[K, T]):
     def __len__(self) -> int:
         return len(self._flights)
 
+    def __contains__(self, key: K) -> bool:
+        return key in self._flights
+
 
 class KeyedLock(Generic[K]):
     """An asyncio lock per key; keys nobody holds take no memory."""

@@ -8,6 +8,7 @@ import random
 import shutil
 import tarfile
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +168,28 @@ async def test_only_the_frames_of_a_range_are_fetched(tmp_path: Path) -> None:
         assert whole == len(view.tocs[0].frames.covering(int(view.tocs[0].entries.aux[inode.entry]), len(content)))
         assert await mutator.read(view, stack.layers, inode, 299_990, 100) == content[-10:]
         assert mutator.frames.fetched[0] == whole, "kept in memory"
+
+
+async def test_a_frame_is_fetched_once_whoever_asks_for_it_and_with_whatever_neighbours(tmp_path: Path) -> None:
+    stack, content = big(tmp_path)
+    async with RegistryClient() as client:
+        mutator = Mutator(client, "")
+        view = await mutator.view(stack.layers)
+        inode = view.at((b"file",))
+        assert inode is not None
+        offset = int(view.tocs[0].entries.aux[inode.entry])
+        read = partial(mutator.read, view, stack.layers, inode)
+        whole = len(view.tocs[0].frames.covering(offset, len(content)))
+        wanted = [(0, 300_000), (100_000, 50), (50_000, 200_000), (0, 10), (290_000, 10_000), (0, 300_000)]
+        stopped = asyncio.ensure_future(read(0, 300_000))
+        others = [asyncio.ensure_future(read(*piece)) for piece in wanted]
+        while not mutator.frames.in_flight:
+            await asyncio.sleep(0)
+        stopped.cancel()
+        assert await asyncio.gather(*others) == [content[begin : begin + size] for begin, size in wanted]
+        assert whole > 3
+        assert mutator.frames.fetched[0] == whole
+        assert not mutator.frames.in_flight
 
 
 async def test_frames_that_the_node_has_are_not_fetched_and_wrong_ones_are_refused(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from weenv.core.aio import SingleFlight, gather_all
 from weenv.core.errors import FormatError
@@ -42,22 +43,34 @@ class FrameReader:
         self._kept: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self._size = 0
         self._flights: SingleFlight[tuple[str, int, int], list[bytes]] = SingleFlight()
+        self._flying: dict[tuple[str, int], tuple[int, int]] = {}
+        """The run that a frame is being fetched with."""
+
+    @property
+    def in_flight(self) -> int:
+        """How many frames are being fetched."""
+        return len(self._flying)
 
     async def read(self, layer: StackedLayer, toc: Toc, pieces: Sequence[Piece]) -> list[bytes]:
         """The pieces' bytes, in order. Raises SourceError, FormatError."""
         digest = layer.blob.digest
         wanted = sorted({number for offset, length in pieces for number in toc.frames.covering(offset, length)})
-        have = {number: self._kept[digest, number] for number in wanted if (digest, number) in self._kept}
-        for number in have:
-            self._kept.move_to_end((digest, number))
+        have = self._in_memory(digest, wanted)
         missing = [number for number in wanted if number not in have]
         if missing and self.dirs is not None:
-            found = await asyncio.to_thread(self._local, digest, toc, missing)
-            have.update(found)
-            missing = [number for number in missing if number not in found]
+            have.update(await asyncio.to_thread(self._local, digest, toc, missing))
+            have.update(self._in_memory(digest, missing))
+            missing = [number for number in missing if number not in have]
         if missing:
-            await gather_all(*(self._fetch(layer, toc, first, end, have) for first, end in _runs(toc, missing)))
+            with self._runs_for(digest, toc, missing) as runs:
+                await gather_all(*(self._fetch(layer, toc, first, end, have) for first, end in runs))
         return [_cut(toc, have, offset, length) for offset, length in pieces]
+
+    def _in_memory(self, digest: str, numbers: Sequence[int]) -> dict[int, bytes]:
+        have = {number: self._kept[digest, number] for number in numbers if (digest, number) in self._kept}
+        for number in have:
+            self._kept.move_to_end((digest, number))
+        return have
 
     def _local(self, digest: str, toc: Toc, numbers: list[int]) -> dict[int, bytes]:
         """Those frames that blobfs has written to the layer's ``data`` file."""
@@ -85,6 +98,21 @@ class FrameReader:
         # A frame that was dropped from the cache meanwhile may have been read as zeros: it is no longer marked then.
         after = frame_states(directory, sizes, toc.stream_size)
         return {number: data for number, data in found.items() if after is not None and after[number]}
+
+    @contextmanager
+    def _runs_for(self, digest: str, toc: Toc, missing: list[int]) -> Iterator[set[tuple[int, int]]]:
+        """The runs that bring what is missing; those that others wait for already, with whatever neighbours, among them."""
+        runs = {self._flying[digest, number] for number in missing if (digest, number) in self._flying}
+        runs.update(_runs(toc, [number for number in missing if (digest, number) not in self._flying]))
+        for first, end in runs:
+            self._flying.update(dict.fromkeys(((digest, number) for number in range(first, end)), (first, end)))
+        try:
+            yield runs
+        finally:
+            for first, end in runs:
+                if (digest, first, end) not in self._flights:
+                    for number in range(first, end):
+                        self._flying.pop((digest, number), None)
 
     async def _fetch(self, layer: StackedLayer, toc: Toc, first: int, end: int, have: dict[int, bytes]) -> None:
         key = (layer.blob.digest, first, end)

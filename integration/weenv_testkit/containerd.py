@@ -149,6 +149,11 @@ class Containerd:
         self.start()
 
     @property
+    def running(self) -> bool:
+        """True while the daemon runs."""
+        return self._process is not None and self._process.alive()
+
+    @property
     def pid(self) -> int:
         """Process id of the daemon."""
         assert self._process is not None
@@ -161,7 +166,7 @@ class Containerd:
 
     def close(self) -> None:
         """End containers, daemon, shims and mounts, whatever state they are in. The directory stays."""
-        if self._process is not None and self._process.alive():
+        if self.running:
             for namespace in self._quietly_namespaces():
                 with contextlib.suppress(Failed):
                     for container in self.ctr("tasks", "ls", "-q", namespace=namespace).split():

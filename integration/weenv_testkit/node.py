@@ -163,8 +163,20 @@ class Node:
         self.blobfs.spawn().wait_ready(lambda: self.blobs in mounts_under(self.run) and connects(f"{self.run}/b.sock"))
 
     def start_snapshotter(self) -> None:
-        """Start it and wait until it listens."""
+        """Start it and wait until it listens, and until a containerd that runs has its connection back.
+
+        A containerd that found nobody there fails every call until it dials again, up to seconds later.
+        """
         self.snapshotter.spawn().wait_ready(lambda: connects(self.socket))
+        if self.containerd.running:
+            wait_until("containerd to reach the snapshotter", self._reached, 30)
+
+    def _reached(self) -> bool:
+        try:
+            self.containerd.ctr("snapshots", "--snapshotter", SNAPSHOTTER, "ls")
+        except Failed:
+            return False
+        return True
 
     def start(self) -> None:
         """Start everything. Raises Failed."""

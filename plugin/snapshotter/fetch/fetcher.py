@@ -486,10 +486,13 @@ class Fetcher:
 
     def _answer(self, flight: Flight, content: bytes) -> None:
         """Give a checked frame to its waiters; who asks from now on gets it at once."""
-        frame = flight.frame
+        layer, frame = flight.layer, flight.frame
         ready: list[Waiter] = []
         with self._lock:
             flight.content = content
+            self.stats.frames[flight.priority] += 1  # before any reader goes on: what he has read is counted
+            self.stats.stored_bytes += len(content)
+            layer.tally.stored += len(content)
             for waiter in flight.waiters:
                 if waiter.left > 0:
                     waiter.pieces[frame] = content
@@ -506,9 +509,6 @@ class Fetcher:
             layer.flights.pop(frame, None)
             if flight.priority == DEMAND:
                 self._demanded -= 1
-            self.stats.frames[flight.priority] += 1
-            self.stats.stored_bytes += len(content)
-            layer.tally.stored += len(content)
             if not stored:
                 self._remember(layer, frame, content)
             elif self._memory and (old := self._memory.pop((id(layer), frame), None)) is not None:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weenv.cli import render
+from weenv.cli.reach import Reach, reaching
 from weenv.layer.encode import DEFAULT_LEVEL, DEFAULT_TARGET
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ _MARKS = {"converted": "[green]converted[/]", "skipped": "[dim]already lazy[/]",
 @click.option(
     "--platform", "platforms", multiple=True, metavar="OS/ARCH", help="Convert only these of an index; copy the rest."
 )
-@click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry (loopback ones: always).")
+@reaching
 @click.option("--target", default=DEFAULT_TARGET, show_default=True, help="Bytes of tar in a frame.")
 @click.option("--level", default=DEFAULT_LEVEL, show_default=True, help="zstd level.")
 @click.option("--jobs", default=2, show_default=True, help="Layers converted at once.")
@@ -37,7 +38,6 @@ def convert(
     source: str,
     destination: str,
     platforms: tuple[str, ...],
-    plain_http: tuple[str, ...],
     target: int,
     level: int,
     jobs: int,
@@ -45,6 +45,7 @@ def convert(
     force: bool,
     scratch: str,
     as_json: bool,
+    reach: Reach,
 ) -> None:
     """Convert the image SRC into one that starts lazily, and store it as DST.
 
@@ -59,7 +60,6 @@ def convert(
     from weenv.converter.image import convert_image
     from weenv.converter.options import ConvertOptions
     from weenv.core.allocator import keep_freed_memory
-    from weenv.registry.config import RegistryConfig
 
     keep_freed_memory()
     with _bars(quiet=as_json) as progress:
@@ -71,7 +71,7 @@ def convert(
             source_hint=source_hint,
             force=force,
             scratch_dir=scratch,
-            registry=RegistryConfig(plain_http=frozenset(plain_http)),
+            registry=reach.registry(),
             progress=progress,
         )
         result = asyncio.run(convert_image(source, destination, options=options))

@@ -13,8 +13,8 @@ import click
 from weenv.cli import render
 from weenv.cli.group_build import build
 from weenv.cli.group_keys import keygen, sign, verify
+from weenv.cli.reach import Reach, reaching
 from weenv.core.errors import BadReference
-from weenv.core.settings import DEFAULT_CONFIG
 
 if TYPE_CHECKING:
     from weenv.registry.client import RegistryClient
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_plain_http = click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry (loopback: always)")
 _platform = click.option("--platform", default="", help="Of an index, such as linux/arm64.  [default: this machine's]")
 _json = click.option("--json", "as_json", is_flag=True, help="For machines.")
 
@@ -41,14 +40,13 @@ for _command in (build, keygen, sign, verify):
     group.add_command(_command)
 
 
-def _run(plain_http: tuple[str, ...], use: Callable[[RegistryClient], Awaitable[T]]) -> T:
+def _run(reach: Reach, use: Callable[[RegistryClient], Awaitable[T]]) -> T:
     """Run ``use`` with a registry client."""
 
     async def run() -> T:
         from weenv.registry.client import RegistryClient
-        from weenv.registry.config import RegistryConfig
 
-        async with RegistryClient(RegistryConfig(plain_http=frozenset(plain_http))) as client:
+        async with RegistryClient(reach.registry()) as client:
             return await use(client)
 
     return asyncio.run(run())
@@ -57,12 +55,12 @@ def _run(plain_http: tuple[str, ...], use: Callable[[RegistryClient], Awaitable[
 # -- moving -------------------------------------------------------------------------------------------------------------
 
 
-def _copy(source: str, destination: str, plain_http: tuple[str, ...], mount_from: str, as_json: bool) -> None:
+def _copy(source: str, destination: str, reach: Reach, mount_from: str, as_json: bool) -> None:
     from weenv.registry.groupref.publish import COPIED, EXISTS, MOUNTED, copy
     from weenv.registry.reference import parse_location
 
     start, end = parse_location(source), parse_location(destination)
-    result: CopyResult = _run(plain_http, lambda client: copy(client, start, end, mount_from=mount_from))
+    result: CopyResult = _run(reach, lambda client: copy(client, start, end, mount_from=mount_from))
     counts = {how: result.count(how) for how in (COPIED, MOUNTED, EXISTS)}
     if as_json:
         render.print_json(
@@ -82,9 +80,9 @@ def _copy(source: str, destination: str, plain_http: tuple[str, ...], mount_from
 @click.argument("source", metavar="oci:DIR[:TAG]")
 @click.argument("destination", metavar="REF")
 @click.option("--mount-from", default="", metavar="NAME", help="A repository of the same registry that has the blobs.")
-@_plain_http
+@reaching
 @_json
-def push(source: str, destination: str, mount_from: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def push(source: str, destination: str, mount_from: str, as_json: bool, reach: Reach) -> None:
     """Push a group from a layout directory to a registry. Blobs that are there are not sent again.
 
     \b
@@ -93,15 +91,15 @@ def push(source: str, destination: str, mount_from: str, plain_http: tuple[str, 
     """
     if not source.startswith("oci:") or destination.startswith("oci:"):
         raise BadReference("push goes from a layout to a registry", hint="write: weenv group push oci:DIR:TAG HOST/NAME:TAG")
-    _copy(source, destination, plain_http, mount_from, as_json)
+    _copy(source, destination, reach, mount_from, as_json)
 
 
 @group.command()
 @click.argument("source", metavar="REF")
 @click.argument("destination", metavar="oci:DIR[:TAG]")
-@_plain_http
+@reaching
 @_json
-def pull(source: str, destination: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def pull(source: str, destination: str, as_json: bool, reach: Reach) -> None:
     """Pull a group, whole, into a layout directory.
 
     \b
@@ -110,16 +108,16 @@ def pull(source: str, destination: str, plain_http: tuple[str, ...], as_json: bo
     """
     if source.startswith("oci:") or not destination.startswith("oci:"):
         raise BadReference("pull goes from a registry to a layout", hint="write: weenv group pull HOST/NAME:TAG oci:DIR:TAG")
-    _copy(source, destination, plain_http, "", as_json)
+    _copy(source, destination, reach, "", as_json)
 
 
 @group.command("copy")
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
 @click.option("--mount-from", default="", metavar="NAME", help="A repository of DST's registry that has the blobs.")
-@_plain_http
+@reaching
 @_json
-def copy_command(source: str, destination: str, mount_from: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def copy_command(source: str, destination: str, mount_from: str, as_json: bool, reach: Reach) -> None:
     """Copy a group between registries and layouts; its digest stays. Within a registry, blobs are mounted.
 
     \b
@@ -127,15 +125,15 @@ def copy_command(source: str, destination: str, mount_from: str, plain_http: tup
       weenv group copy registry.example/dev/tool:1 registry.example/prod/tool:1
       weenv group copy oci:./a:1 oci:./b:1
     """
-    _copy(source, destination, plain_http, mount_from, as_json)
+    _copy(source, destination, reach, mount_from, as_json)
 
 
 @group.command("tag")
 @click.argument("reference", metavar="REF")
 @click.argument("new", metavar="TAG")
-@_plain_http
+@reaching
 @_json
-def tag_command(reference: str, new: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def tag_command(reference: str, new: str, as_json: bool, reach: Reach) -> None:
     """Give what REF means another tag in the same place.
 
     \b
@@ -146,7 +144,7 @@ def tag_command(reference: str, new: str, plain_http: tuple[str, ...], as_json: 
     from weenv.registry.reference import parse_location
 
     location = parse_location(reference)
-    descriptor = _run(plain_http, lambda client: tag(client, location, new))
+    descriptor = _run(reach, lambda client: tag(client, location, new))
     if as_json:
         render.print_json({"reference": reference, "tag": new, "descriptor": descriptor.to_json()})
     else:
@@ -156,9 +154,9 @@ def tag_command(reference: str, new: str, plain_http: tuple[str, ...], as_json: 
 @group.command("delete")
 @click.argument("reference", metavar="REF")
 @click.option("--force", is_flag=True, help="Also where other tags mean the same: they go, too.")
-@_plain_http
+@reaching
 @_json
-def delete_command(reference: str, force: bool, plain_http: tuple[str, ...], as_json: bool) -> None:
+def delete_command(reference: str, force: bool, as_json: bool, reach: Reach) -> None:
     """Delete what REF means. A registry frees the space when it collects its garbage; a layout keeps the blobs.
 
     \b
@@ -169,7 +167,7 @@ def delete_command(reference: str, force: bool, plain_http: tuple[str, ...], as_
     from weenv.registry.reference import parse_location
 
     location = parse_location(reference)
-    gone = _run(plain_http, lambda client: delete(client, location, force=force))
+    gone = _run(reach, lambda client: delete(client, location, force=force))
     if as_json:
         render.print_json({"digest": gone.digest, "tags": list(gone.tags), "manifest": gone.manifest})
         return
@@ -181,9 +179,9 @@ def delete_command(reference: str, force: bool, plain_http: tuple[str, ...], as_
 
 @group.command("ls")
 @click.argument("place", metavar="HOST|oci:DIR")
-@_plain_http
+@reaching
 @_json
-def ls(place: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def ls(place: str, as_json: bool, reach: Reach) -> None:
     """List the repositories of a registry (where it tells), or the groups in a layout directory.
 
     \b
@@ -201,7 +199,7 @@ def ls(place: str, plain_http: tuple[str, ...], as_json: bool) -> None:
             rows = [(render.escape(item.tag or "-"), render.short(item.descriptor.digest)) for item in found]
             render.table(["tag", "digest"], rows)
         return
-    names = _run(plain_http, lambda client: repositories(client, place))
+    names = _run(reach, lambda client: repositories(client, place))
     if as_json:
         render.print_json(names)
     else:
@@ -210,9 +208,9 @@ def ls(place: str, plain_http: tuple[str, ...], as_json: bool) -> None:
 
 @group.command("tags")
 @click.argument("repository", metavar="HOST/NAME")
-@_plain_http
+@reaching
 @_json
-def tags_command(repository: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def tags_command(repository: str, as_json: bool, reach: Reach) -> None:
     """List the tags of a repository.
 
     \b
@@ -223,7 +221,7 @@ def tags_command(repository: str, plain_http: tuple[str, ...], as_json: bool) ->
     from weenv.registry.reference import parse_reference
 
     reference = parse_reference(repository)
-    names = _run(plain_http, lambda client: tags(client, reference.api_host, reference.repository))
+    names = _run(reach, lambda client: tags(client, reference.api_host, reference.repository))
     if as_json:
         render.print_json(names)
     else:
@@ -260,9 +258,9 @@ def _group_json(found: ResolvedGroup, *, config: bool = False) -> dict[str, Any]
 @group.command("show")
 @click.argument("reference", metavar="REF")
 @_platform
-@_plain_http
+@reaching
 @_json
-def show(reference: str, platform: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def show(reference: str, platform: str, as_json: bool, reach: Reach) -> None:
     """Show what a group says of itself, and its layers, bottom first.
 
     \b
@@ -271,7 +269,7 @@ def show(reference: str, platform: str, plain_http: tuple[str, ...], as_json: bo
     """
     from weenv.registry.groupref.resolve import Resolver
 
-    found = _run(plain_http, lambda client: Resolver(client, platform=platform).resolve(reference))
+    found = _run(reach, lambda client: Resolver(client, platform=platform).resolve(reference))
     if as_json:
         render.print_json(_group_json(found, config=True))
         return
@@ -312,9 +310,9 @@ def _plainly(name: str, value: Any) -> list[str]:
 @click.argument("new", metavar="NEW")
 @click.option("--files", is_flag=True, help="Compare files, too, by the layers' tables of contents.")
 @_platform
-@_plain_http
+@reaching
 @_json
-def diff(old: str, new: str, files: bool, platform: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def diff(old: str, new: str, files: bool, platform: str, as_json: bool, reach: Reach) -> None:
     """Show which layers, and with --files which files, two groups do not share.
 
     \b
@@ -328,7 +326,7 @@ def diff(old: str, new: str, files: bool, platform: str, plain_http: tuple[str, 
         before, after = await Resolver(client, platform=platform).resolve_all([old, new])
         return diff_layers(before, after), await diff_files(client, before, after) if files else None
 
-    layers, changed = _run(plain_http, work)
+    layers, changed = _run(reach, work)
     names = {"removed": "-", "added": "+", "shared": "="}
     if as_json:
         value: dict[str, Any] = {name: [layer_row(layer) for layer in getattr(layers, name)] for name in names}
@@ -355,18 +353,16 @@ def _text(path: bytes) -> str:
 @click.argument("references", metavar="REF...", nargs=-1, required=True)
 @click.option("--cache", "cache_path", default="", metavar="FILE", help="The mapping cache.  [default: in $XDG_CACHE_HOME]")
 @click.option("--max-age", default=60.0, show_default=True, metavar="SECONDS", help="Ask again about tags older than that.")
-@click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="Holds the node's policy.")
 @_platform
-@_plain_http
+@reaching
 @_json
 def resolve(
     references: tuple[str, ...],
     cache_path: str,
     max_age: float,
-    config_path: str,
     platform: str,
-    plain_http: tuple[str, ...],
     as_json: bool,
+    reach: Reach,
 ) -> None:
     """Say which manifest and layers references mean, as this node would use them: cached, and by its policy.
 
@@ -375,16 +371,15 @@ def resolve(
       weenv group resolve registry.example/repo/flask:abc123
       weenv group resolve --json --max-age 0 registry.example/harness/claude:stable
     """
-    from weenv.core.settings import read_tables
     from weenv.registry.groupref.cache import MappingCache
     from weenv.registry.groupref.resolve import Resolver, node_policy
 
-    policy = node_policy(read_tables(config_path))
+    policy = node_policy(reach.tables())
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     cache = MappingCache(cache_path or os.path.join(base, "weenv", "mapping.db"))
     try:
         found = _run(
-            plain_http,
+            reach,
             lambda client: Resolver(client, cache, platform=platform, max_age=max_age, policy=policy).resolve_all(references),
         )
     finally:

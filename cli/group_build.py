@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weenv.cli import render
+from weenv.cli.reach import Reach, reaching
 from weenv.core.errors import ConfigError
 from weenv.layer.encode import DEFAULT_LEVEL, DEFAULT_TARGET
 
@@ -74,7 +75,7 @@ def _pairs(values: tuple[str, ...], what: str) -> dict[str, str]:
 @click.option("--target", default=DEFAULT_TARGET, show_default=True, help="Bytes of tar in a frame.")
 @click.option("--level", default=DEFAULT_LEVEL, show_default=True, help="zstd level.")
 @click.option("--scratch", default="", metavar="DIR", help="For temporary files.  [default: beside a layout, or /var/tmp]")
-@click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry (loopback ones: always).")
+@reaching
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def build(
     reference: str,
@@ -100,8 +101,8 @@ def build(
     target: int,
     level: int,
     scratch: str,
-    plain_http: tuple[str, ...],
     as_json: bool,
+    reach: Reach,
 ) -> None:
     """Build the group REF: in a registry (HOST/NAME:TAG) or a layout (oci:DIR:TAG), lazily loadable.
 
@@ -117,7 +118,6 @@ def build(
     from weenv.converter.group import TreeOptions, build_group, group_from_image
     from weenv.converter.options import ConvertOptions
     from weenv.converter.tree import Override
-    from weenv.registry.config import RegistryConfig
     from weenv.registry.groupref.build import GroupSpec
     from weenv.registry.groupref.resolve import this_platform
 
@@ -144,9 +144,7 @@ def build(
         _pairs(annotation, "annotation"),
     )
     how = TreeOptions(prefix, split, squash, Override(uid, gid, epoch if sources or mtime else None))
-    options = ConvertOptions(
-        target=target, level=level, scratch_dir=scratch, registry=RegistryConfig(plain_http=frozenset(plain_http))
-    )
+    options = ConvertOptions(target=target, level=level, scratch_dir=scratch, registry=reach.registry())
     if image:
         if owner and not (squash or split or prefix):
             raise click.UsageError("--owner changes the content of layers: add --squash")

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import click
 
 from weenv.cli import render
+from weenv.cli.reach import Reach, reaching
 from weenv.core.errors import ConfigError
-from weenv.core.settings import DEFAULT_CONFIG, read_tables
 
 if TYPE_CHECKING:
     from weenv.registry.groupref.policy import Accepted
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 PASSWORD = "WEENV_KEY_PASSWORD"  # noqa: S105 - the name of the variable
 _MAX_PASSWORD = 4096
 
-_plain_http = click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry (loopback: always)")
 _password = click.option(
     "--password-file", default="", metavar="FILE", help=f"Holds the private key's password.  [default: ${PASSWORD}]"
 )
@@ -72,7 +71,7 @@ def keygen(prefix: str, algorithm: str, password_file: str, as_json: bool) -> No
 @click.option("--annotation", multiple=True, metavar="NAME=VALUE", help="Something else to sign along.")
 @click.option("--storage", type=click.Choice(["auto", "referrers", "tag"]), default="auto", show_default=True,
               help="Beside REF by the referrers API, or under a tag as cosign 1 and 2 look for it.")  # fmt: skip
-@_plain_http
+@reaching
 @_json
 def sign(
     reference: str,
@@ -81,17 +80,19 @@ def sign(
     identity: str,
     annotation: tuple[str, ...],
     storage: str,
-    plain_http: tuple[str, ...],
     as_json: bool,
+    reach: Reach,
 ) -> None:
-    """Sign what REF means now. `cosign verify --key FILE.pub --insecure-ignore-tlog REF` accepts it, too.
+    """Sign what REF means now.
+
+    `cosign verify --key FILE.pub --insecure-ignore-tlog=true REF` accepts it, too; with --experimental-oci11 where it is
+    stored by the referrers API.
 
     \b
     Example:
       weenv group sign --key team.key registry.example/harness/claude:1.0
     """
     from weenv.registry.client import RegistryClient
-    from weenv.registry.config import RegistryConfig
     from weenv.registry.groupref import keys
     from weenv.registry.groupref import sign as signing
     from weenv.registry.reference import parse_location
@@ -100,7 +101,7 @@ def sign(
     key = keys.load_private(keys.read_key_file(key_path), _read_password(password_file), name=key_path)
 
     async def work() -> signing.Signed:
-        async with RegistryClient(RegistryConfig(plain_http=frozenset(plain_http))) as client:
+        async with RegistryClient(reach.registry()) as client:
             return await signing.sign(
                 client, parse_location(reference), key, identity=identity, storage=storage, optional=pairs
             )
@@ -123,29 +124,31 @@ def sign(
 @click.command()
 @click.argument("reference", metavar="REF")
 @click.option("--key", "key_paths", multiple=True, metavar="FILE", help="A public key; any of them.  [default: the policy's]")
-@click.option("--identity", multiple=True, metavar="PATTERN", help="Names that it may be signed for.  [default: REF's own]")
+@click.option("--identity", multiple=True, metavar="PATTERN",
+              help="Names that it may be signed for; **: any or none.  [default: REF's own]")  # fmt: skip
 @click.option("--policy", "policy_path", default="", metavar="FILE", help="A policy instead of the node's.")
-@click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="Holds the node's policy.")
-@_plain_http
+@reaching
 @_json
 def verify(
     reference: str,
     key_paths: tuple[str, ...],
     identity: tuple[str, ...],
     policy_path: str,
-    config_path: str,
-    plain_http: tuple[str, ...],
     as_json: bool,
+    reach: Reach,
 ) -> None:
     """Check REF's signature: by the keys given, else as this node's policy would.
+
+    Signatures of `weenv group sign` and of `cosign sign --key` count, for the repository that they name. What cosign 3 signs
+    names none, unless told to (-a docker-reference=HOST/NAME): that counts with --identity '**', for whatever name.
 
     \b
     Examples:
       weenv group verify --key team.pub registry.example/harness/claude:1.0
+      weenv group verify --key cosign.pub --identity '**' registry.example/harness/claude:1.0
       weenv group verify registry.example/harness/claude:1.0
     """
     from weenv.registry.client import RegistryClient
-    from weenv.registry.config import RegistryConfig
     from weenv.registry.groupref import keys
     from weenv.registry.groupref import policy as policies
     from weenv.registry.groupref import sign as signing
@@ -156,12 +159,12 @@ def verify(
     known = [keys.load_public(keys.read_key_file(path), name=path) for path in key_paths]
     policy = policies.load_policy(policy_path) if policy_path else None
     if not known and policy is None:
-        policy = policies.policy_from_tables(read_tables(config_path))
+        policy = policies.policy_from_tables(reach.tables())
         if policy is None:
             raise ConfigError("this node has no policy", hint="name a key: --key FILE, or a policy: --policy FILE")
 
     async def work() -> Accepted | None:
-        async with RegistryClient(RegistryConfig(plain_http=frozenset(plain_http))) as client:
+        async with RegistryClient(reach.registry()) as client:
             if known:
                 return await signing.verify(client, location, known, identity=identity)
             await Resolver(client, policy=policy).resolve(reference)
@@ -180,6 +183,7 @@ def verify(
             }
         render.print_json(value)
     elif accepted is not None:
-        click.echo(f"{accepted.payload.digest} is signed for {accepted.payload.reference} with {accepted.key.name}")
+        name = accepted.payload.reference or "no repository"
+        click.echo(f"{accepted.payload.digest} is signed for {name} with {accepted.key.name}")
     else:
         click.echo(f"{reference}: accepted by the policy")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from weenv.cli import render
+from weenv.cli.reach import Reach, reaching
 from weenv.core.errors import BadReference, VerificationError
 
 if TYPE_CHECKING:  # a conversion is too short to import what talks to registries
@@ -23,7 +24,6 @@ T = TypeVar("T")
 _KINDS = ("file", "directory", "symlink", "hardlink", "char", "block", "fifo")
 _PLURALS = {"directory": "directories", "char": "char", "block": "block"}
 
-_plain_http = click.option("--plain-http", multiple=True, metavar="HOST", help="Speak HTTP to this registry.")
 _platform = click.option("--platform", default="", help="Of an index, such as linux/arm64.  [default: this machine's]")
 _json = click.option("--json", "as_json", is_flag=True, help="For machines.")
 
@@ -36,16 +36,15 @@ def layer() -> None:
     """
 
 
-def _each(text: str, platform: str, plain_http: tuple[str, ...], use: Callable[[FoundLayer], Awaitable[T]]) -> list[T]:
+def _each(text: str, platform: str, reach: Reach, use: Callable[[FoundLayer], Awaitable[T]]) -> list[T]:
     """Run ``use`` on every layer that ``text`` means."""
     import asyncio
 
     async def run() -> list[T]:
         from weenv.cli.locate import find_layers
         from weenv.registry.client import RegistryClient
-        from weenv.registry.config import RegistryConfig
 
-        async with RegistryClient(RegistryConfig(plain_http=frozenset(plain_http))) as client:
+        async with RegistryClient(reach.registry()) as client:
             found = await find_layers(client, text, platform)
             try:
                 return [await use(item) for item in found]
@@ -99,10 +98,10 @@ def _encoded(made: Any) -> dict[str, Any]:
 @layer.command("inspect", short_help="Show what a layer's table of contents says.")
 @click.argument("what", metavar="FILE|REF")
 @_platform
-@_plain_http
+@reaching
 @_json
 @click.option("--entries", is_flag=True, help="List every entry of the layer, too.")
-def inspect(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool, entries: bool) -> None:
+def inspect(what: str, platform: str, as_json: bool, entries: bool, reach: Reach) -> None:
     """Show what a layer's table of contents says, reading only the blob's tail.
 
     \b
@@ -110,7 +109,7 @@ def inspect(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool
       weenv layer inspect rootfs.tar.zst
       weenv layer inspect registry.example/env:1-lazy --json
     """
-    described = _each(what, platform, plain_http, lambda item: _describe(item, entries))
+    described = _each(what, platform, reach, lambda item: _describe(item, entries))
     if as_json:
         render.print_json(described[0] if len(described) == 1 else described)
         return
@@ -214,16 +213,16 @@ def _counts(counts: dict[str, int]) -> str:
 @layer.command("verify", short_help="Read whole layers and check every digest.")
 @click.argument("what", metavar="FILE|REF")
 @_platform
-@_plain_http
+@reaching
 @_json
-def verify(what: str, platform: str, plain_http: tuple[str, ...], as_json: bool) -> None:
+def verify(what: str, platform: str, as_json: bool, reach: Reach) -> None:
     """Read whole layers and check every link of the chain of trust, and the TOC against the tar itself.
 
     \b
     Example:
       weenv layer verify registry.example/env:1-lazy
     """
-    results = _each(what, platform, plain_http, lambda item: _verify(item, as_json))
+    results = _each(what, platform, reach, lambda item: _verify(item, as_json))
     if as_json:
         render.print_json(results)
         return
@@ -269,9 +268,9 @@ class _Single:
 @click.argument("what", metavar="FILE|REF@DIGEST")
 @click.argument("directory", type=click.Path(exists=True, file_okay=False))
 @_platform
-@_plain_http
+@reaching
 @click.option("-f", "--foreground", is_flag=True, help="Stay; unmount on Ctrl-C.")
-def mount(what: str, directory: str, platform: str, plain_http: tuple[str, ...], foreground: bool) -> None:
+def mount(what: str, directory: str, platform: str, foreground: bool, reach: Reach) -> None:
     """Mount one layer read-only, fetching bytes when they are read. Needs root.
 
     \b
@@ -295,12 +294,12 @@ def mount(what: str, directory: str, platform: str, plain_http: tuple[str, ...],
 
         return await asyncio.to_thread(work)
 
-    found = _each(what, platform, plain_http, look)
+    found = _each(what, platform, reach, look)
     if len(found) != 1:
         names = "\n  ".join(item.found.name for item in found)
         raise BadReference(f"{what} is an image of {len(found)} layers; name one of them", hint=names)
     place = os.path.realpath(directory)
-    mount_layer(found[0].descriptor, found[0].tail, found[0].found.origin, place, plain_http=plain_http)
+    mount_layer(found[0].descriptor, found[0].tail, found[0].found.origin, place, registry=reach.registry())
     if not foreground:
         return
     click.echo(f"mounted at {place}; Ctrl-C unmounts it", err=True)

@@ -21,9 +21,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from weenv.cli.checks import Finding, nearest, quiet_socket, walk
+from weenv.core.errors import ConfigError
+from weenv.core.regular import read_whole
 from weenv.plugin.nri.wire.versions import Runtime, parse
 
 _PIECE = 64 << 10
+_MAX_DOCKER = 4 << 20
 _CAP_SYS_RESOURCE = 24
 """include/uapi/linux/capability.h"""
 
@@ -138,11 +141,14 @@ def resend(release: str) -> Finding | None:
 def docker(path: str, address: str, name: str = "weenv") -> Iterator[Finding]:
     """dockerd's configuration, where there is one that is about us. ``address`` is containerd's socket."""
     try:
-        with open(path, encoding="utf-8") as file:
-            config = json.loads(file.read(4 << 20) or "{}")
+        with open(path, "rb") as file:
+            config = json.loads(read_whole(file, _MAX_DOCKER) or b"{}")
         if not isinstance(config, dict):
             raise ValueError("not an object")
     except FileNotFoundError:
+        return
+    except ConfigError as error:
+        yield Finding("docker", "warn", str(error), "more of it is not read; docker is not checked")
         return
     except (OSError, ValueError, RecursionError) as error:
         yield Finding("docker", "fail", f"{path}: {error}", "mend the file; dockerd does not start with it")

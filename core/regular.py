@@ -1,10 +1,13 @@
-"""Opening files that somebody else may have put there: regular ones only, and never a wait."""
+"""Files that somebody else may have put there: only regular ones are opened, without a wait, and none is read half."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from typing import BinaryIO
+
+from weenv.core.errors import ConfigError
 
 _KINDS = {
     stat.S_IFDIR: "a directory",
@@ -30,3 +33,12 @@ def regular(path: str, flags: int) -> int:
         os.close(fd)
         raise
     return fd
+
+
+def read_whole(file: BinaryIO, limit: int) -> bytes:
+    """What is left of a named file, at most ``limit`` bytes. Raises ConfigError where it is more: half of it would say
+    something else than the whole, and nobody would know. Raises OSError."""
+    data = file.read(limit + 1)
+    if len(data) > limit:
+        raise ConfigError(f"{os.fsdecode(file.name)} is larger than {limit} bytes")
+    return data

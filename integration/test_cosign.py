@@ -1,18 +1,25 @@
-"""Signatures against cosign itself: what we sign it accepts, what it signs we accept."""
+"""Signatures against cosign itself: what we sign it accepts, what it signs we accept; in a registry that has no referrers API
+(Debian's docker-registry) and in one that does."""
 
 from __future__ import annotations
 
+import asyncio
+import json
 import os
 import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from simulator.pushable import PushableRegistry
 
 from weenv_testkit import tools
 from weenv_testkit.registry import Registry
 
-LEGACY = ("--new-bundle-format=false", "--allow-insecure-registry", "--allow-http-registry")
-"""Signatures beside the image under a tag, in a registry without TLS."""
+OFFLINE = ("--yes", "--tlog-upload=false", "--use-signing-config=false", "--allow-http-registry")
+"""Signing without sigstore's services; in a bundle, as cosign 3 does by default."""
+CHECK = ("verify", "--insecure-ignore-tlog=true", "--allow-http-registry")
 
 
 def call(home: Path, *argv: str) -> subprocess.CompletedProcess[str]:
@@ -42,7 +49,7 @@ def reference(tmp_path: Path, registry: Registry, request: pytest.FixtureRequest
 def test_cosign_accepts_what_we_sign_and_only_that(tmp_path: Path, reference: str, algorithm: str) -> None:
     for name in ("ours", "other"):
         ok(tmp_path, *tools.weenv(), "group", "keygen", "--algorithm", algorithm, name)
-    verify = [tools.cosign(), "verify", "--insecure-ignore-tlog=true", *LEGACY]
+    verify = [tools.cosign(), *CHECK]
     assert call(tmp_path, *verify, "--key", "ours.pub", reference).returncode != 0  # not signed yet
     ok(tmp_path, *tools.weenv(), "group", "sign", "--key", "ours.key", reference)
     assert reference.rpartition(":")[0] in ok(tmp_path, *verify, "--key", "ours.pub", reference)
@@ -53,9 +60,132 @@ def test_we_accept_what_cosign_signs_and_only_that(tmp_path: Path, reference: st
     ok(tmp_path, tools.cosign(), "generate-key-pair")
     ok(tmp_path, *tools.weenv(), "group", "keygen", "other")
     assert call(tmp_path, *tools.weenv(), "group", "verify", "--key", "cosign.pub", reference).returncode == 1
-    ok(
-        tmp_path, tools.cosign(), "sign", "--yes", "--key", "cosign.key", "--tlog-upload=false", "--use-signing-config=false",
-        *LEGACY, reference,
-    )  # fmt: skip
+    ok(tmp_path, tools.cosign(), "sign", "--key", "cosign.key", *OFFLINE, "--new-bundle-format=false", reference)
     ok(tmp_path, *tools.weenv(), "group", "verify", "--key", "cosign.pub", reference)
     assert call(tmp_path, *tools.weenv(), "group", "verify", "--key", "other.pub", reference).returncode == 1
+
+
+# -- bundles ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def modern() -> Iterator[PushableRegistry]:
+    """A registry with the referrers API, which Debian's does not have, in a thread of its own."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    sim = PushableRegistry(referrers=True)
+    try:
+        yield asyncio.run_coroutine_threadsafe(sim.__aenter__(), loop).result(30)
+        asyncio.run_coroutine_threadsafe(sim.__aexit__(None, None, None), loop).result(30)
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(30)
+        loop.close()
+
+
+@pytest.fixture(params=["tag", "referrers"])
+def group(tmp_path: Path, registry: Registry, request: pytest.FixtureRequest) -> str:
+    """A published group of its own in either registry, and cosign's key pair."""
+    host = registry.host if request.param == "tag" else request.getfixturevalue("modern").host
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree/file").write_text(request.node.name)
+    found = f"{host}/bundles/{request.node.name.partition('[')[0].replace('_', '-')}:1"
+    ok(tmp_path, *tools.weenv(), "group", "build", found, "--from", "tree")
+    ok(tmp_path, tools.cosign(), "generate-key-pair")
+    return found
+
+
+def sign(home: Path, reference: str, *argv: str) -> None:
+    ok(home, tools.cosign(), "sign", *OFFLINE, *(argv or ("--key", "cosign.key")), reference)
+
+
+def refused(home: Path, *argv: str) -> str:
+    """What ``weenv group verify`` complains of, in its first line."""
+    done = call(home, *tools.weenv(), "group", "verify", *argv)
+    assert (done.returncode, done.stdout) == (1, ""), done
+    assert "Traceback" not in done.stderr
+    return done.stderr.partition("\n")[0]
+
+
+def accepted(home: Path, *argv: str) -> dict[str, object]:
+    found: dict[str, object] = json.loads(ok(home, *tools.weenv(), "group", "verify", "--json", *argv))
+    return found
+
+
+def test_a_bundle_counts_for_the_name_that_is_signed_along(tmp_path: Path, group: str) -> None:
+    name = group.rpartition(":")[0]
+    ok(tmp_path, *tools.weenv(), "group", "keygen", "other")
+    assert refused(tmp_path, "--key", "cosign.pub", group).endswith("is not signed")
+    sign(tmp_path, group)
+    assert "signed for no repository" in refused(tmp_path, "--key", "cosign.pub", group)
+    assert accepted(tmp_path, "--key", "cosign.pub", "--identity", "**", group)["identity"] == ""
+    assert "another key" in refused(tmp_path, "--key", "other.pub", "--identity", "**", group)
+    sign(tmp_path, group, "--key", "cosign.key", "-a", f"docker-reference={name}", "-a", "by=me")
+    found = accepted(tmp_path, "--key", "other.pub", "--key", "cosign.pub", group)
+    assert (found["identity"], found["optional"]) == (name, {"docker-reference": name, "by": "me"})
+    ok(tmp_path, tools.cosign(), *CHECK, "--key", "cosign.pub", group)
+    # Replayed: image and bundles, byte for byte, under another name.
+    digest = str(found["digest"]).replace(":", "-")
+    ok(tmp_path, *tools.weenv(), "group", "copy", group, f"{name}-other:1")
+    for tag in json.loads(ok(tmp_path, *tools.weenv(), "group", "tags", "--json", name)):
+        if tag == digest:
+            ok(tmp_path, *tools.weenv(), "group", "copy", f"{name}:{tag}", f"{name}-other:{tag}")
+    sign(tmp_path, f"{name}-other:1", "--key", "cosign.key", "-a", f"docker-reference={name}")
+    assert f"signed for another repository, {name}" in refused(tmp_path, "--key", "cosign.pub", f"{name}-other:1")
+
+
+def test_the_nodes_policy_reads_bundles(tmp_path: Path, group: str) -> None:
+    """What composing, running and resolving ask before anything is used."""
+    name = group.rpartition(":")[0]
+    rules = f'[policy]\ndefault = "deny"\n[[policy.rules]]\nmatch = "{name}"\nkeys = ["{tmp_path}/cosign.pub"]\n'
+    (tmp_path / "strict.toml").write_text(rules)
+    (tmp_path / "any.toml").write_text(rules + 'identity = ["**"]\n')
+
+    def resolve(config: str) -> subprocess.CompletedProcess[str]:
+        return call(tmp_path, *tools.weenv(), "group", "resolve", "--cache", ":memory:", "--config", config, group)
+
+    assert [resolve(config).returncode for config in ("strict.toml", "any.toml")] == [1, 1]
+    sign(tmp_path, group)
+    assert [resolve(config).returncode for config in ("strict.toml", "any.toml")] == [1, 0]
+    assert "for no repository" in resolve("strict.toml").stderr
+    sign(tmp_path, group, "--key", "cosign.key", "-a", f"docker-reference={name}")
+    assert [resolve(config).returncode for config in ("strict.toml", "any.toml")] == [0, 0]
+
+
+def test_attestations_and_signatures_without_a_key_do_not_count(tmp_path: Path, group: str) -> None:
+    (tmp_path / "predicate").write_text('{"passed": false}')
+    attest = (tools.cosign(), "attest", *OFFLINE, "--predicate", "predicate", "--type", "custom")
+    ok(tmp_path, *attest, "--key", "cosign.key", group)
+    assert refused(tmp_path, "--key", "cosign.pub", "--identity", "**", group).endswith("is not signed")
+    # A certificate's: made by a key that nobody here knows, as far as the bundle says.
+    ok(tmp_path, *tools.weenv(), "group", "keygen", "secret")
+    usage = ("-addext", "extendedKeyUsage=codeSigning", "-addext", "subjectAltName=email:me@example.com")
+    ok(tmp_path, "openssl", "req", "-x509", "-new", "-key", "secret.key", "-subj", "/CN=me", *usage, "-out", "cert.pem")
+    ok(tmp_path, tools.cosign(), "import-key-pair", "--key", "secret.key", "--output-key-prefix", "theirs")
+    sign(tmp_path, group, "--key", "theirs.key", "--certificate", "cert.pem", "--certificate-chain", "cert.pem")
+    assert "signed without a key, by a certificate" in refused(tmp_path, "--key", "cosign.pub", "--identity", "**", group)
+    sign(tmp_path, group)
+    assert accepted(tmp_path, "--key", "cosign.pub", "--identity", "**", group)["accepted"]
+
+
+def test_of_ed25519_we_think_as_cosign_does(tmp_path: Path, group: str) -> None:
+    """cosign 3.1 signs by another scheme than it verifies: it refuses its own signature, and so do we, saying what to do."""
+    ok(tmp_path, *tools.weenv(), "group", "keygen", "--algorithm", "ed25519", "ed")
+    ok(tmp_path, tools.cosign(), "import-key-pair", "--key", "ed.key", "--output-key-prefix", "theirs")
+    sign(tmp_path, group, "--key", "theirs.key")
+    if call(tmp_path, tools.cosign(), *CHECK, "--key", "ed.pub", group).returncode == 0:
+        assert accepted(tmp_path, "--key", "ed.pub", "--identity", "**", group)["accepted"]
+    else:
+        assert "use an ECDSA key" in refused(tmp_path, "--key", "ed.pub", "--identity", "**", group)
+
+
+def test_cosign_accepts_ours_beside_a_bundle(tmp_path: Path, group: str, request: pytest.FixtureRequest) -> None:
+    """docs/groups.md says which flags it takes for that."""
+    ok(tmp_path, *tools.weenv(), "group", "keygen", "ours")
+    ok(tmp_path, *tools.weenv(), "group", "sign", "--key", "ours.key", group)
+    flags = [] if request.node.callspec.params["group"] == "tag" else ["--experimental-oci11"]
+    ok(tmp_path, tools.cosign(), *CHECK, *flags, "--key", "ours.pub", group)
+    sign(tmp_path, group)
+    ok(tmp_path, tools.cosign(), *CHECK, *flags, "--new-bundle-format=false", "--key", "ours.pub", group)
+    assert accepted(tmp_path, "--key", "ours.pub", group)["identity"] == group.rpartition(":")[0]

@@ -80,6 +80,26 @@ def test_a_layer_in_a_registry_fetches_what_is_read(store: Store, registry: Regi
         weenv("layer", "umount", point)
 
 
+def test_the_configuration_says_where_it_is(store: Store, registry: Registry, point: str, tmp_path: Path) -> None:
+    """Both for what is looked up and, in the mount's own data server, for what is read."""
+    store.lazy("small")
+    manifest, _ = registry.manifest("test/small", "lazy")
+    name = f"mirrored.example/test/small@{manifest['layers'][0]['digest']}"  # type: ignore[index]
+    folder, config = tmp_path / "certs.d/mirrored.example", tmp_path / "weenv.toml"
+    folder.mkdir(parents=True)
+    (folder / "hosts.toml").write_text(f'server = "http://127.0.0.1:1"\n[host."http://{registry.host}"]\n')
+    config.write_text(f'[registry]\nconfig_path = "{tmp_path}/certs.d"\nattempts = 1\n')
+    mark = registry.mark()
+    weenv("layer", "mount", "--config", str(config), name, point)
+    try:
+        files = [path for path in Path(point).rglob("*") if path.is_file() and not path.is_symlink()]
+        assert sum(len(path.read_bytes()) for path in files) > 100_000
+        assert all(request.path.endswith("?ns=mirrored.example") for request in registry.requests(mark))
+        assert sum(registry.blob_bytes(mark).values()) > 10_000
+    finally:
+        weenv("layer", "umount", point)
+
+
 def test_what_cannot_be_mounted_leaves_nothing(layer: str, point: str, home: str, tmp_path: Path) -> None:
     before = leftovers()
     damaged = tmp_path / "damaged"

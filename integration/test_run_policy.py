@@ -101,6 +101,26 @@ def test_without_its_key_it_does_not_start(guarded: Guarded) -> None:
     assert guarded.run()[0] == 0
 
 
+def test_what_cosign_3_has_signed_starts(guarded: Guarded, store: Store, registry: Registry) -> None:
+    """A bundle; for this repository, or for none where the policy does not let that count."""
+    ref = f"{registry.host}/run/by-cosign-{os.urandom(4).hex()}:1"
+    run(*tools.weenv(), "group", "copy", guarded.base, ref)
+    guarded.write(ref)
+    guarded.repository = ref.rpartition(":")[0]
+    env = {**os.environ, "COSIGN_PASSWORD": "", "HOME": str(guarded.policy.parent)}
+    theirs = f"{guarded.key}-cosign"
+    run(tools.cosign(), "import-key-pair", "--key", f"{guarded.key}.key", "--output-key-prefix", theirs, env=env)
+    offline = ("--yes", "--tlog-upload=false", "--use-signing-config=false", "--allow-http-registry")
+    sign = (tools.cosign(), "sign", *offline, "--key", f"{theirs}.key")
+    status, said, _ = guarded.run()
+    assert status == 1 and "is not signed" in said
+    run(*sign, ref, env=env)
+    status, said, _ = guarded.run()
+    assert status == 1 and "signed for no repository" in said
+    run(*sign, "-a", f"docker-reference={guarded.repository}", ref, env=env)
+    assert [guarded.run(), guarded.run()] == [(0, "", False), (0, "", True)]
+
+
 def test_a_tag_that_means_something_unsigned_now_does_not_start(guarded: Guarded, store: Store, registry: Registry) -> None:
     assert [guarded.run(), guarded.run()] == [(0, "", False), (0, "", True)]
     other = f"{registry.host}/run/unsigned-{guarded.bench.node.line}:1"

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weenv.core.errors import ConfigError
+from weenv.core.regular import read_whole
 from weenv.registry.reference import is_hub
 
 MAX_CONFIG = 4 << 20
@@ -192,7 +193,7 @@ class CredentialStore:
                     stat = os.fstat(file.fileno())
                     stamp = (path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
                     if stamp != self._stamp:
-                        self._config = DockerConfig.parse(file.read(MAX_CONFIG))
+                        self._config = DockerConfig.parse(read_whole(file, MAX_CONFIG))
                         self._stamp = stamp
                     return self._config
             except FileNotFoundError:

@@ -25,6 +25,7 @@ from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from weenv.core.errors import ConfigError
+from weenv.core.regular import read_whole
 from weenv.registry.config import RegistryConfig, split_host
 from weenv.registry.reference import DEFAULT_HOST, api_host, is_hub
 
@@ -329,7 +330,7 @@ class Hosts:
         try:
             try:
                 with open(path, "rb") as file:
-                    text = file.read(_MAX_FILE)
+                    text = read_whole(file, _MAX_FILE)
             except FileNotFoundError:
                 text = b""
             if text:

@@ -220,6 +220,14 @@ def test_configuration_is_read_anew_when_it_changes(tmp_path: Path, monkeypatch:
         CredentialStore(str(tmp_path / "config.json")).lookup("r.example")
 
 
+def test_a_configuration_that_is_too_large_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"auths": {"r.example": auth_entry("a", "1")}}) + " " * (4 << 20))
+    with pytest.raises(ConfigError) as caught:
+        CredentialStore(str(path)).lookup("r.example")
+    assert str(caught.value) == f"{path} is larger than {4 << 20} bytes"
+
+
 # -- against a registry ---------------------------------------------------------------------------------------------
 
 

@@ -118,6 +118,9 @@ def test_docker_that_is_not_there_or_broken(tmp_path: Path) -> None:
     assert one(nodechecks.docker(f"{tmp_path}/d", "/x")).state == "fail"
     (tmp_path / "d").write_text("")
     assert one(nodechecks.docker(f"{tmp_path}/d", "/x")).state == "skip"
+    (tmp_path / "d").write_text('{"storage-driver": "weenv"' + " " * (4 << 20) + "}")
+    found = one(nodechecks.docker(f"{tmp_path}/d", "/x"))
+    assert (found.state, found.seen) == ("warn", f"{tmp_path}/d is larger than {4 << 20} bytes"), "not: it is no JSON"
 
 
 # -- NRI ---------------------------------------------------------------------------------------------------------------

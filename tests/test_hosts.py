@@ -187,6 +187,18 @@ def test_a_file_that_cannot_be_used_is_said_once_and_the_certificates_beside_it_
     assert str(path) in caplog.text
 
 
+def test_a_file_that_is_too_large_is_named_and_not_read_half(tmp_path: Path) -> None:
+    """Half of a TOML file is often one, too: of the mirrors behind the bound nobody would hear."""
+    path = tmp_path / "first/r.example/hosts.toml"
+    mirror = '\n[host."https://mirror.example"]\n'
+    put(path, mirror + "#" * ((1 << 20) - len(mirror)))
+    assert names(hosts(tmp_path), "r.example") == ["mirror.example", "r.example"]
+    put(path, "#" * (1 << 20) + mirror)
+    with pytest.raises(ConfigError) as caught:
+        hosts(tmp_path).endpoints("r.example", PULL)
+    assert str(caught.value) == f"{path} is larger than {1 << 20} bytes"
+
+
 def test_dockers_own_layout(tmp_path: Path) -> None:
     found, base = hosts(tmp_path), tmp_path / "second/r.example_5000_"
     for name in ("b.crt", "a.crt", "client.cert", "client.key", "other.cert", "README", "sub/x.crt"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -17,14 +18,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection
 
 from weenv.core import digest as digests
+from weenv.core import settings
 from weenv.core.errors import MountError, StorageError
 from weenv.layer.verify import LayerDescriptor, verify_tail_bytes
 from weenv.plugin.snapshotter import builder, mounts
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, from_table
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
+from weenv.registry.config import RegistryConfig
 
 PREFIX = "weenv-mount-"
 PLACE = "/var/tmp"  # noqa: S108 (what was fetched may be gigabytes, and /tmp may be memory)
@@ -32,9 +34,7 @@ _PATIENCE = 20.0
 """Seconds for the data server to come up."""
 
 
-def mount_layer(
-    descriptor: LayerDescriptor, tail: bytes, origin: Origin, directory: str, *, plain_http: Collection[str] = ()
-) -> None:
+def mount_layer(descriptor: LayerDescriptor, tail: bytes, origin: Origin, directory: str, *, registry: RegistryConfig) -> None:
     """Mount a layer read-only at ``directory`` (absolute). ``descriptor.digest`` may be 64 zeros where nobody knows it.
 
     Raises FormatError for a tail that is not what it should be, MountError, StorageError; nothing is left mounted then.
@@ -54,7 +54,7 @@ def mount_layer(
         layer = dirs.create(source, tail)
         builder.build(layer, "", "[]")
         with open(f"{private}/registry.json", "w", encoding="utf-8") as file:
-            json.dump({"plain_http": sorted(plain_http)}, file)
+            json.dump(dataclasses.asdict(registry), file, default=sorted)  # its sets
         _start_server(private)
         with mounts.open_erofs(f"{layer}/{builder.META}", f"{private}/blobs/{digests.hex_of(descriptor.digest)}") as mount:
             mount.attach(directory)
@@ -141,13 +141,12 @@ def _serve(private: str) -> None:
     """The server's process."""
     from weenv.core.log import configure
     from weenv.plugin.snapshotter.blobfs import daemon
-    from weenv.registry.config import RegistryConfig
 
     configure()
     alive = os.open(f"{private}/alive", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     fcntl.flock(alive, fcntl.LOCK_EX)
     with open(f"{private}/registry.json", encoding="utf-8") as file:
-        registry = RegistryConfig(plain_http=frozenset(json.load(file)["plain_http"]))
+        registry = settings.build(RegistryConfig, json.load(file), "registry")
 
     def ready() -> None:
         with open(f"{private}/ready", "w", encoding="ascii"):

@@ -15,6 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from weenv.core.errors import ConfigError
+from weenv.core.regular import read_whole
 
 PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
 ALGORITHMS = ("ecdsa-p256", "ed25519")
@@ -28,6 +29,11 @@ class PublicKey:
     key: ec.EllipticCurvePublicKey | ed25519.Ed25519PublicKey
     fingerprint: str
     name: str
+
+    @property
+    def algorithm(self) -> str:
+        """One of ALGORITHMS."""
+        return ALGORITHMS[isinstance(self.key, ed25519.Ed25519PublicKey)]
 
     def verify(self, payload: bytes, signature: bytes) -> bool:
         """True where ``signature`` is this key's over ``payload``."""
@@ -106,12 +112,9 @@ def read_key_file(path: str) -> bytes:
     """A key file's bytes. Raises ConfigError."""
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_KEY_FILE + 1)
+            return read_whole(file, MAX_KEY_FILE)
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
-    if len(data) > MAX_KEY_FILE:
-        raise ConfigError(f"{path} is too large for a key")
-    return data
 
 
 def write_key_pair(prefix: str, key: PrivateKey, password: bytes = b"") -> tuple[str, str]:

@@ -8,7 +8,8 @@ The payload is cosign's (its SIGNATURE_SPEC.md, "Simple Signing")::
      "optional": {...} or null}
 
 cosign ignores ``docker-reference``. Here it must name the repository that was asked for (or one that the rule allows):
-otherwise a signed group could be passed off under another name.
+otherwise a signed group could be passed off under another name. What cosign 3 signs by default names no repository
+(bundle.py): that counts only where the rule says that any name will do, ``identity = ["**"]``.
 
 The policy is TOML (the ``[policy]`` table of ``/etc/weenv/config.toml``, or a file that it names) or YAML::
 
@@ -20,7 +21,7 @@ The policy is TOML (the ``[policy]`` table of ``/etc/weenv/config.toml``, or a f
     match = ["registry.example/team/**"]            # repositories; the first rule that matches decides
     keys = ["/etc/weenv/keys/team.pub"]             # one signature by one of these is needed
     # action = "allow" | "deny"                     # instead of keys
-    # identity = ["hub.example/team/**"]            # names that signatures may be for: a mirror, or a layout
+    # identity = ["hub.example/team/**"]            # names that signatures may be for: a mirror, or a layout; "**": any or none
 
 Patterns: ``*`` is any part of one path component, ``**`` anything. A layout's name is ``oci:`` and its absolute path.
 """
@@ -32,39 +33,38 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from weenv.core import digest as digests
 from weenv.core.errors import BadReference, ConfigError, FormatError, VerificationError
+from weenv.core.regular import read_whole
 from weenv.registry.groupref.keys import PublicKey, load_public, read_key_file
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.reference import parse_reference
 
 SIGNATURE_TYPE = "cosign container image signature"
 MAX_PAYLOAD = 64 << 10
+MAX_POLICY = 1 << 20
 MAX_SIGNATURE = 512
 """Bytes of a decoded signature; P-256 in DER takes 72 at most, Ed25519 64."""
 
+STRANGER = "signed by another key, or altered"
+_PREHASHED = "cosign 3.1 signs by Ed25519ph and verifies Ed25519: its Ed25519 signatures count nowhere; use an ECDSA key"
+
 ALLOW, DENY, REQUIRE = "allow", "deny", "require"
+ANY_NAME = "**"
+"""The pattern of names under which a signature that is for no repository counts, too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Payload:
-    """What is signed: that ``digest`` is what the repository ``reference`` (without tag) holds."""
+    """What is signed: that ``digest`` is what the repository ``reference`` (without tag; empty: any) holds."""
 
     reference: str
     digest: str
     optional: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Signature:
-    """A payload and a signature over it, as found; nothing is verified yet."""
-
-    payload: bytes
-    signature: bytes
 
 
 def repository_name(text: str) -> str:
@@ -111,6 +111,30 @@ def _object(value: object, what: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class Signature:
+    """A payload and a signature over it, as found; nothing is verified yet.
+
+    ``signed`` are the bytes that the signature is over, where those are not the payload; ``read`` understands the payload
+    once they are known to be signed (raises FormatError); ``stranger`` says what it is to those who have no key for it;
+    ``hint`` is the fingerprint of the key that it claims to be by, or empty.
+    """
+
+    payload: bytes
+    signature: bytes
+    signed: bytes | None = None
+    read: Callable[[bytes], Payload] = parse_payload
+    stranger: str = STRANGER
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """Something that was found where signatures are and cannot be one, and why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """A signature that counts: by which key, and what else it says."""
 
@@ -119,33 +143,50 @@ class Accepted:
 
 
 def check_signatures(
-    signatures: Iterable[Signature], wanted: Sequence[str], names: Sequence[str], keys: Sequence[PublicKey], what: str
-) -> Accepted:
+    signatures: Iterable[Signature | Rejected], wanted: Sequence[str], names: Sequence[str], keys: Sequence[PublicKey],
+    what: str,
+) -> Accepted:  # fmt: skip
     """The first signature that is by one of ``keys``, for one of the digests ``wanted``, under a name of ``names`` (patterns).
 
     A signature is verified before its payload is read. Raises VerificationError that says why none counts.
     """
     reasons: list[str] = []
+    hint = "see [policy] in the node's configuration"
     for found in signatures:
-        key = next((key for key in keys if key.verify(found.payload, found.signature)), None)
+        if isinstance(found, Rejected):
+            reasons.append(found.reason)
+            continue
+        signed = found.payload if found.signed is None else found.signed
+        key = next((key for key in keys if key.verify(signed, found.signature)), None)
         if key is None:
-            reasons.append("signed by another key, or altered")
+            reasons.append(_why_not(found, keys))
             continue
         try:
-            payload = parse_payload(found.payload)
+            payload = found.read(found.payload)
         except FormatError as error:
             reasons.append(str(error))
             continue
         if payload.digest not in wanted:
             reasons.append(f"signed for another digest, {payload.digest}")
-        elif not any(matches(name, payload.reference) for name in names):
+        elif not payload.reference and ANY_NAME not in names:
+            reasons.append("signed for no repository")
+            hint = f"sign with: cosign sign -a docker-reference=HOST/NAME, or let any name count: identity '{ANY_NAME}'"
+        elif payload.reference and not any(matches(name, payload.reference) for name in names):
             reasons.append(f"signed for another repository, {payload.reference}")
         else:
             return Accepted(key, payload)
     if not reasons:
         raise VerificationError("is not signed", member=what, hint="sign it: weenv group sign, or change the node's policy")
-    counted = ", ".join(dict.fromkeys(reasons[:4]))
-    raise VerificationError(f"no signature counts: {counted}", member=what, hint="see [policy] in the node's configuration")
+    counted = ", ".join(list(dict.fromkeys(reasons))[:4])
+    raise VerificationError(f"no signature counts: {counted}", member=what, hint=hint)
+
+
+def _why_not(found: Signature, keys: Sequence[PublicKey]) -> str:
+    """Why none of ``keys`` verifies a signature."""
+    for key in keys:
+        if key.fingerprint == found.hint and key.algorithm == "ed25519":
+            return f"not signed by {key.name} in a way that it could be verified ({_PREHASHED})"
+    return found.stranger
 
 
 # -- rules ------------------------------------------------------------------------------------------------------------
@@ -275,11 +316,9 @@ def load_policy(path: str) -> Policy:
 
     try:
         with open(path, "rb") as file:
-            data = file.read((1 << 20) + 1)
+            data = read_whole(file, MAX_POLICY)
     except OSError as error:
         raise ConfigError(f"cannot read the policy {path}: {error.strerror}") from error
-    if len(data) > 1 << 20:
-        raise ConfigError(f"{path} is too large for a policy")
     try:
         text = data.decode()
         raw = yaml.safe_load(text) if path.endswith((".yaml", ".yml")) else tomllib.loads(text)

@@ -3,7 +3,9 @@
 Where a registry has the referrers API (distribution-spec 1.1, "Listing Referrers"), a signature is a manifest with a
 ``subject`` and the artifact type of cosign's OCI 1.1 mode. Elsewhere, and in layouts, all signatures of a digest are the
 layers of one image under the tag ``sha256-<hex>.sig`` (cosign's SIGNATURE_SPEC.md, "Tag-based Discovery"): a payload blob
-each, the signature base64 in the descriptor's annotation. Both places are looked at when verifying.
+each, the signature base64 in the descriptor's annotation. cosign 3 stores a sigstore bundle (bundle.py) instead, as a
+referrer, which registries without that API list under the tag ``sha256-<hex>`` (distribution-spec, "Referrers Tag Schema").
+All these places are looked at when verifying.
 
 Adding to the tag is read, change, write: two signers at the same moment may lose one signature; both then see it by
 verifying.
@@ -13,10 +15,10 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import binascii
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import urlencode
 
 from weenv.core import digest as digests
 from weenv.core.errors import BadReference, ConfigError, FormatError, NotFoundInSource, VerificationError
@@ -25,6 +27,8 @@ from weenv.registry.client import RegistryClient
 from weenv.registry.endpoints import LayoutEnd, RegistryEnd
 from weenv.registry.groupref import keys as keyring
 from weenv.registry.groupref.build import dump
+from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, may_sign, parse_bundle
+from weenv.registry.groupref.bundle import MEDIA_TYPE as BUNDLE
 from weenv.registry.groupref.policy import (
     DENY,
     MAX_PAYLOAD,
@@ -32,6 +36,7 @@ from weenv.registry.groupref.policy import (
     REQUIRE,
     Accepted,
     Policy,
+    Rejected,
     Signature,
     check_signatures,
     make_payload,
@@ -44,6 +49,7 @@ from weenv.registry.manifest import (
     OCI_INDEX,
     OCI_MANIFEST,
     Descriptor,
+    Index,
     Manifest,
     parse_descriptor,
     parse_manifest,
@@ -53,6 +59,7 @@ from weenv.registry.reference import LayoutLocation, Location, Reference, place_
 PAYLOAD_TYPE = "application/vnd.dev.cosign.simplesigning.v1+json"
 SIGNATURE_ANNOTATION = "dev.cosignproject.cosign/signature"
 REFERRER_TYPE = "application/vnd.dev.cosign.artifact.sig.v1+json"
+_EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 MAX_SIGNATURES = 64
 """Signatures of one digest that are looked at."""
 
@@ -70,9 +77,14 @@ class Signed:
     stored: str
 
 
+def referrers_tag(digest: str) -> str:
+    """The tag under which a registry without the referrers API lists what refers to a digest."""
+    return f"sha256-{digests.hex_of(digest)}"
+
+
 def signature_tag(digest: str) -> str:
     """The tag under which the signatures of a digest are."""
-    return f"sha256-{digests.hex_of(digest)}.sig"
+    return referrers_tag(digest) + ".sig"
 
 
 # -- signing ----------------------------------------------------------------------------------------------------------
@@ -105,7 +117,7 @@ async def sign(
         else:
             tag = signature_tag(subject.digest)
             old = await _tagged(client, location, tag)
-            layers = list(old.layers) if old is not None else []
+            layers = list(old.layers) if isinstance(old, Manifest) else []
             if not any(was.digest == layer.digest and was.annotations == layer.annotations for was in layers):
                 layers.append(layer)
             if len(layers) > MAX_SIGNATURES:
@@ -122,7 +134,7 @@ async def _storage(client: RegistryClient, location: Location, digest: str, stor
         if storage == REFERRERS:
             raise ConfigError("a layout has no referrers API", hint="leave --storage out")
         return TAG
-    if await _referrers(client, location, digest) is not None:
+    if await _referrers(client, location, digest, REFERRER_TYPE) is not None:
         return REFERRERS
     if storage == REFERRERS:
         raise ConfigError(f"{location.host} has no referrers API", hint="leave --storage out: a tag is used then")
@@ -160,74 +172,121 @@ async def _put(end: LayoutEnd | RegistryEnd, layers: Sequence[Descriptor], subje
 # -- finding ----------------------------------------------------------------------------------------------------------
 
 
-async def signatures(client: RegistryClient, location: Location, digest: str) -> list[Signature]:
+async def signatures(client: RegistryClient, location: Location, digest: str) -> list[Signature | Rejected]:
     """All signatures of a digest that are stored beside it, at most MAX_SIGNATURES; none is verified.
 
-    What is malformed is left out: it is worth as much as no signature. Raises SourceError where a place cannot be asked.
+    What is malformed is left out, or said to be of no use: it is worth as much as no signature. Raises SourceError where a
+    place cannot be asked.
     """
+    end = open_end(client, location)
     manifests: list[Manifest] = []
     tagged = await _tagged(client, location, signature_tag(digest))
-    if tagged is not None:
+    if isinstance(tagged, Manifest):
         manifests.append(tagged)
-    if isinstance(location, Reference):
-        for child in (await _referrers(client, location, digest) or [])[:MAX_SIGNATURES]:
-            try:
-                found = await _manifest(client, location.with_digest(child.digest))
-            except (FormatError, NotFoundInSource):
-                continue
-            if found.subject is not None and found.subject.digest == digest:
-                manifests.append(found)
-    layers = [layer for manifest in manifests for layer in manifest.layers if layer.media_type == PAYLOAD_TYPE]
-    end = open_end(client, location)
-    result: list[Signature] = []
+    for child in (await _referring(client, location, digest))[:MAX_SIGNATURES]:
+        try:
+            found = parse_manifest(await end.manifest(child), child.media_type, child.digest)
+        except (FormatError, NotFoundInSource):
+            continue
+        if not isinstance(found, Manifest) or found.subject is None or found.subject.digest != digest:
+            continue
+        if may_sign(found.annotations):
+            manifests.append(found)
+    layers = [layer for manifest in manifests for layer in manifest.layers]
+    layers = [layer for layer in layers if layer.media_type == PAYLOAD_TYPE or layer.media_type.startswith(BUNDLE)]
+    result: list[Signature | Rejected] = []
     for layer in layers[:MAX_SIGNATURES]:
         try:
-            signature = base64.b64decode(layer.annotations.get(SIGNATURE_ANNOTATION, ""), validate=True)
-            if 0 < len(signature) <= MAX_SIGNATURE and layer.size <= MAX_PAYLOAD:
-                result.append(Signature(await end.small(layer, MAX_PAYLOAD), signature))
-        except (binascii.Error, ValueError, FormatError, NotFoundInSource):
-            continue
+            if layer.media_type == PAYLOAD_TYPE:
+                result += await _simple(end, layer)
+            else:
+                result.append(await _bundled(client, location, digest, end, layer))
+        except (FormatError, NotFoundInSource) as error:
+            result.append(Rejected(str(error)))
     return result
 
 
-async def _tagged(client: RegistryClient, location: Location, tag: str) -> Manifest | None:
+async def _simple(end: LayoutEnd | RegistryEnd, layer: Descriptor) -> list[Signature]:
     try:
-        if isinstance(location, LayoutLocation):
-            data, descriptor = await LayoutEnd(LayoutLocation(location.path, tag)).root()
-            found = parse_manifest(data, descriptor.media_type, tag)
-            return found if isinstance(found, Manifest) else None
-        return await _manifest(client, Reference(location.host, location.repository, tag))
+        signature = base64.b64decode(layer.annotations.get(SIGNATURE_ANNOTATION, ""), validate=True)
+    except ValueError:
+        return []
+    if not 0 < len(signature) <= MAX_SIGNATURE or layer.size > MAX_PAYLOAD:
+        return []
+    return [Signature(await end.small(layer, MAX_PAYLOAD), signature)]
+
+
+async def _bundled(
+    client: RegistryClient, location: Location, digest: str, end: LayoutEnd | RegistryEnd, layer: Descriptor
+) -> Signature:
+    if layer.size > MAX_BUNDLE:
+        raise FormatError(f"larger than {MAX_BUNDLE} bytes", member="sigstore bundle")
+    bundle = parse_bundle(await end.small(layer, MAX_BUNDLE))
+    if bundle.statement is not None:
+        return bundle.over(b"")
+    itself = LayoutLocation(location.path, "", digest) if isinstance(location, LayoutLocation) else location.with_digest(digest)
+    return bundle.over((await open_end(client, itself).root())[0])
+
+
+async def _tagged(client: RegistryClient, location: Location, tag: str) -> Manifest | Index | None:
+    """What a tag beside ``location`` means; None where there is none. Raises SourceError, FormatError."""
+    place: Location
+    if isinstance(location, LayoutLocation):
+        place = LayoutLocation(location.path, tag)
+    else:
+        place = Reference(location.host, location.repository, tag)
+    try:
+        data, descriptor = await open_end(client, place).root()
     except NotFoundInSource:
         return None
+    return parse_manifest(data, descriptor.media_type, str(place))
 
 
-async def _manifest(client: RegistryClient, reference: Reference) -> Manifest:
-    data, descriptor = await client.get_manifest(reference)
-    found = parse_manifest(data, descriptor.media_type, str(reference))
-    if not isinstance(found, Manifest):
-        raise FormatError("is an index", member=str(reference))
-    return found
+async def _referring(client: RegistryClient, location: Location, digest: str) -> list[Descriptor]:
+    """The manifests that say they hold signatures of ``digest``: by the referrers API, or by the tag that stands for it."""
+    if isinstance(location, Reference):
+        signed = await _referrers(client, location, digest, REFERRER_TYPE)
+        if signed is not None:
+            bundles = await _referrers(client, location, digest, BUNDLE_TYPE) or []
+            rows = {row.digest: row for row in (*signed, *bundles) if may_sign(row.annotations)}
+            return list(rows.values())
+    listed = await _tagged(client, location, referrers_tag(digest))
+    if not isinstance(listed, Index):
+        return []
+    return _rows(listed.data, f"the referrers of {digest}", listing=True)
 
 
-async def _referrers(client: RegistryClient, reference: Reference, digest: str) -> list[Descriptor] | None:
+async def _referrers(client: RegistryClient, reference: Reference, digest: str, kind: str) -> list[Descriptor] | None:
     """The signature manifests that say they are about ``digest``; None where the registry has no referrers API.
 
-    Only the first page is read: registries list the newest few dozen there, and MAX_SIGNATURES are looked at.
+    ``kind`` is the artifact type asked for; a registry may ignore that, and tell all. Only the first page is read:
+    registries list the newest few dozen there, and MAX_SIGNATURES are looked at.
     """
     what = f"the referrers of {digest}"
     status, headers, body = await client.request(
-        "GET", reference.api_host, f"/v2/{reference.repository}/referrers/{digest}?artifactType={REFERRER_TYPE}", what=what,
-        scope=scope_of(reference.repository), accept=frozenset({200, 400, 404, 405}), limit=MAX_MANIFEST,
+        "GET", reference.api_host, f"/v2/{reference.repository}/referrers/{digest}?{urlencode({'artifactType': kind})}",
+        what=what, scope=scope_of(reference.repository), accept=frozenset({200, 400, 404, 405}), limit=MAX_MANIFEST,
         headers={"Accept": OCI_INDEX},
     )  # fmt: skip
     if status != 200 or headers.get("content-type", "").partition(";")[0].strip() != OCI_INDEX:
         return None
-    _, raw = parse_object(body, what, MAX_MANIFEST)
+    return _rows(body, what)
+
+
+def _rows(data: bytes, what: str, *, listing: bool = False) -> list[Descriptor]:
+    """Those rows of an index that may be signatures. In the ``listing`` under a tag, which clients write, the type may be
+    the config's (cosign 3.0, go-containerregistry before 0.21.6) or left out. Raises FormatError."""
+    _, raw = parse_object(data, what, MAX_MANIFEST)
     rows = raw.get("manifests")
     if not isinstance(rows, list):
-        return None
-    # A registry may ignore the filter. An empty list is an answer, too.
-    return [parse_descriptor(row, what) for row in rows if isinstance(row, dict) and row.get("artifactType") == REFERRER_TYPE]
+        return []
+    known = (REFERRER_TYPE, _EMPTY_TYPE, None) if listing else (REFERRER_TYPE,)
+    found = []
+    for row in rows:
+        kind = row.get("artifactType") if isinstance(row, dict) else False
+        if kind in known or (isinstance(kind, str) and kind.startswith(BUNDLE)):
+            found.append(parse_descriptor(row, what))
+    return found
 
 
 # -- verifying --------------------------------------------------------------------------------------------------------
@@ -245,7 +304,7 @@ async def verify(
     if not digest:
         digest = (await open_end(client, location).root())[1].digest
     wanted = (digest, *also)
-    found: list[Signature] = []
+    found: list[Signature | Rejected] = []
     for one in wanted:
         found += await signatures(client, location, one)
     return check_signatures(found, wanted, names, keys, str(location))
@@ -276,5 +335,5 @@ async def admit(
 
 
 __all__ = [
-    "AUTO", "REFERRERS", "TAG", "Signed", "admit", "sign", "signature_tag", "signatures", "verify",
+    "AUTO", "REFERRERS", "TAG", "Signed", "admit", "referrers_tag", "sign", "signature_tag", "signatures", "verify",
 ]  # fmt: skip

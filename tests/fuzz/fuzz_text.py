@@ -14,12 +14,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from weenv.core.digest import is_digest
 from weenv.core.errors import WeenvError
 from weenv.layer.verify import LAYER_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations, parse_source
 from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
 from weenv.plugin.snapshotter.planes.base import Implied, LayerFacts, decode_attributes, encode_attributes
 from weenv.registry.challenge import choose, parse_challenges, parse_token, token_request
 from weenv.registry.credentials import DockerConfig
+from weenv.registry.groupref.bundle import BUNDLE_TYPE, PAYLOAD_TYPE, parse_bundle, parse_statement
+from weenv.registry.groupref.policy import make_payload, parse_payload
 from weenv.registry.manifest import OCI_MANIFEST, parse_manifest
 from weenv.registry.reference import parse_location
 from weenv_testkit import fuzzing
@@ -93,8 +96,29 @@ def attributes(text: str) -> None:
     decode_attributes(text)
 
 
+def bundle(text: str) -> None:
+    """A sigstore bundle."""
+    found = parse_bundle(text.encode("utf-8", "surrogatepass"))
+    assert 0 < len(found.signature) <= 512
+
+
+def statement(text: str) -> None:
+    """What a bundle's key has signed."""
+    said = parse_statement(text.encode("utf-8", "surrogatepass"))
+    assert is_digest(said.digest)
+    assert not said.reference or str(parse_location(said.reference)).startswith(said.reference)
+
+
+def payload(text: str) -> None:
+    """What a signature of the simple kind is over."""
+    said = parse_payload(text.encode("utf-8", "surrogatepass"))
+    assert is_digest(said.digest)
+    assert said.reference
+
+
 PARSERS: tuple[Callable[[str], None], ...] = (
     annotations, source, location, challenge, token, credentials, manifest, layer_source, facts, attributes,
+    bundle, statement, payload,
 )  # fmt: skip
 _DESCRIPTOR = {"mediaType": "application/vnd.oci.image.layer.v1.tar+zstd", "digest": DIGEST, "size": 1000}
 SEEDS: tuple[tuple[str, ...], ...] = (
@@ -121,7 +145,18 @@ SEEDS: tuple[tuple[str, ...], ...] = (
     ),
     (LayerFacts(DIGEST, (Implied(3, b"a/b", 512),)).to_json().decode(),),
     (encode_attributes({}), '[[1,493,0,0,5,6,[["61","62"]]]]'),
-)
+    (
+        json.dumps({"mediaType": BUNDLE_TYPE, "verificationMaterial": {"publicKey": {"hint": "eA=="}},
+                    "dsseEnvelope": {"payload": "e30=", "payloadType": PAYLOAD_TYPE, "signatures": [{"sig": "eA=="}]}}),
+        json.dumps({"mediaType": BUNDLE_TYPE, "verificationMaterial": {"certificate": {"rawBytes": "eA=="}},
+                    "messageSignature": {"messageDigest": {"algorithm": "SHA2_256", "digest": "eA=="}, "signature": "eA=="}}),
+    ),
+    (
+        json.dumps({"_type": "https://in-toto.io/Statement/v1", "predicateType": "https://sigstore.dev/cosign/sign/v1",
+                    "subject": [{"digest": {"sha256": DIGEST[7:]}, "annotations": {"docker-reference": "r.example/a"}}]}),
+    ),
+    (make_payload("registry.example:5000/a/b", DIGEST, {"a": "b"}).decode(),),
+)  # fmt: skip
 PIECES = (
     *("\0", "\n", "\r\n", " ", ",", "/", "//", "..", ":", "@", "-", "_", "__", "%2f", "=", '"', "\\", "{", "}", "[", "]"),
     *("0", "-1", "1e999", "1" * 30, "9" * 400, "NaN", "Infinity", "null", "true", "{}", "[]", '""', "[" * 2000, "x" * 5000),

@@ -1,6 +1,7 @@
 """A registry that takes pushes, keeps repositories apart, lists, mounts and deletes: distribution-spec 1.1 in memory.
 
-``referrers`` switches the referrers API, ``delete_tags`` whether a tag can be deleted alone, ``page`` the length of listings.
+``referrers`` switches the referrers API, ``filters`` whether that lists only the type asked for, ``delete_tags`` whether a tag
+can be deleted alone, ``page`` the length of listings.
 """
 
 from __future__ import annotations
@@ -31,18 +32,22 @@ class PushableRegistry(SimulatedRegistry):
     """``repositories`` is all that it holds."""
 
     referrers: bool = False
+    filters: bool = True
     delete_tags: bool = False
     mounts: bool = True
     catalog: bool = True
     page: int = 1000
     repositories: dict[str, Repository] = field(default_factory=dict)
+    uploads: dict[str, bytes] = field(default_factory=dict)
 
     def _routes(self) -> list[web.RouteDef]:
         return [
+            web.get("/v2/", self._hello),
             web.get("/v2/_catalog", self._catalog),
             web.get("/v2/{repository:.+}/tags/list", self._tags),
             web.get("/v2/{repository:.+}/referrers/{digest}", self._referrers),
             web.post("/v2/{repository:.+}/blobs/uploads/", self._start),
+            web.patch("/v2/{repository:.+}/blobs/uploads/{session}", self._append),
             web.put("/v2/{repository:.+}/blobs/uploads/{session}", self._finish),
             web.delete("/v2/{repository:.+}/blobs/uploads/{session}", self._drop),
             web.put("/v2/{repository:.+}/manifests/{target}", self._put),
@@ -63,6 +68,10 @@ class PushableRegistry(SimulatedRegistry):
             headers["Link"] = f'<{request.path}?last={rest[count - 1]}&n={count}>; rel="next"'
         return web.json_response({**more, key: rest[:count]}, headers=headers)
 
+    async def _hello(self, request: web.Request) -> web.Response:
+        self._record("registry", request)
+        return web.json_response({})
+
     async def _catalog(self, request: web.Request) -> web.Response:
         self._record("registry", request)
         if not self.catalog:
@@ -79,14 +88,17 @@ class PushableRegistry(SimulatedRegistry):
         held = self.repository(request)
         if not self.referrers:
             return web.Response(status=404)
-        rows = []
+        wanted = request.query.get("artifactType", "") if self.filters else ""
+        rows: list[dict[str, Any]] = []
         for digest, (media_type, data) in held.manifests.items():
             parsed = json.loads(data)
-            if (parsed.get("subject") or {}).get("digest") == request.match_info["digest"]:
-                rows.append({"mediaType": media_type, "digest": digest, "size": len(data),
-                             "artifactType": parsed.get("artifactType")})  # fmt: skip
+            kind = parsed.get("artifactType") or (parsed.get("config") or {}).get("mediaType")
+            if (parsed.get("subject") or {}).get("digest") == request.match_info["digest"] and wanted in ("", kind):
+                rows.append({"mediaType": media_type, "digest": digest, "size": len(data), "artifactType": kind,
+                             "annotations": parsed.get("annotations") or {}})  # fmt: skip
         body = json.dumps({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": rows}).encode()
-        return web.Response(body=body, content_type=OCI_INDEX)
+        applied = {"OCI-Filters-Applied": "artifactType"} if wanted else {}
+        return web.Response(body=body, content_type=OCI_INDEX, headers=applied)
 
     async def _start(self, request: web.Request) -> web.Response:
         held = self.repository(request)
@@ -101,9 +113,15 @@ class PushableRegistry(SimulatedRegistry):
         self._record("registry", request)
         return web.Response(status=204)
 
+    async def _append(self, request: web.Request) -> web.Response:
+        self._record("registry", request)
+        session = request.match_info["session"]
+        data = self.uploads[session] = self.uploads.get(session, b"") + await request.read()
+        return web.Response(status=202, headers={"Location": request.path, "Range": f"0-{len(data) - 1}"})
+
     async def _finish(self, request: web.Request) -> web.Response:
         held = self.repository(request)
-        data = await request.read()
+        data = self.uploads.pop(request.match_info["session"], b"") + await request.read()
         digest = "sha256:" + hashlib.sha256(data).hexdigest()
         if digest != request.query["digest"]:
             return web.Response(status=400)
@@ -122,7 +140,10 @@ class PushableRegistry(SimulatedRegistry):
         held.manifests[digest] = (request.content_type, data)
         if not request.match_info["target"].startswith("sha256:"):
             held.tags[request.match_info["target"]] = digest
-        return web.Response(status=201, headers={"Docker-Content-Digest": digest})
+        headers = {"Docker-Content-Digest": digest}
+        if self.referrers and parsed.get("subject"):
+            headers["OCI-Subject"] = parsed["subject"]["digest"]
+        return web.Response(status=201, headers=headers)
 
     async def _delete(self, request: web.Request) -> web.Response:
         held, target = self.repository(request), request.match_info["target"]

@@ -101,6 +101,7 @@ def test_without_its_key_it_does_not_start(guarded: Guarded) -> None:
     assert guarded.run()[0] == 0
 
 
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
 def test_what_cosign_3_has_signed_starts(guarded: Guarded, store: Store, registry: Registry) -> None:
     """A bundle; for this repository, or for none where the policy does not let that count."""
     ref = f"{registry.host}/run/by-cosign-{os.urandom(4).hex()}:1"

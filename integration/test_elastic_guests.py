@@ -21,11 +21,14 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOME = "2.1 and (memory_is_followed or nothing_left_is_ended or faster_than_anybody_looks)"
 
 
-def run_tests(kernel: Kernel, files: list[str], chosen: str, *, timeout: float, **guest: int) -> str:
-    """Run tests in a guest; what pytest said. None may fail, nor be skipped."""
+PRESSURE = f"PYTHONPATH=integration {sys.executable} -m weenv_testkit.pressure"
+
+
+def run_tests(kernel: Kernel, files: list[str], chosen: str, *, first: str = ":", timeout: float, **guest: int) -> str:
+    """Run tests in a guest, after the command ``first``; what both said. No test may fail, nor be skipped."""
     command = f"{sys.executable} -m pytest -q --color=no -p no:cacheprovider -m 'not soak' --tb=short -k '{chosen}'"
     names = " ".join(f"integration/{name}" for name in files)
-    text = kernels.run(kernel, f"cd {ROOT} && {command} {names}", timeout=timeout, **guest).ok()
+    text = kernels.run(kernel, f"cd {ROOT} && {first} && {command} {names}", timeout=timeout, **guest).ok()
     summary = text.strip().splitlines()[-1]
     assert " passed" in summary and "skipped" not in summary, text[-3000:]
     return text
@@ -35,6 +38,21 @@ def run_tests(kernel: Kernel, files: list[str], chosen: str, *, timeout: float, 
 def test_limits_and_reclaim_on_cgroup_v2() -> None:
     """Memory up, braked, down, and ended for: the part in which v2 differs most."""
     run_tests(UML, ["test_elastic.py", "test_elastic_v2.py"], SOME, timeout=450, memory=3000, disk=3000)
+
+
+@pytest.mark.timeout(300)
+def test_memory_at_its_brake_wakes_the_controller() -> None:
+    """Nobody looks within a minute; the kernel tells of the brake, and of it alone: User-mode Linux has no pressure files."""
+    grown(run_tests(UML, ["test_elastic_wake.py"], "fork or brake", first=f"{PRESSURE} growth", timeout=250, memory=1000))
+
+
+def grown(text: str) -> None:
+    """Judge the part of that name."""
+    seen = json.loads(next(line for line in text.splitlines() if line.startswith('{"grown"')))
+    print(f"the kernel's word on memory to memory.max changed: {[round(1000 * value) for value in seen['met']]} ms")
+    assert max(seen["met"]) < 20, "the next look of our own would have come after a minute"
+    for limit, used, killed in seen["grown"]:
+        assert limit > used > 40 << 20 and killed == 0
 
 
 @pytest.mark.soak
@@ -47,12 +65,10 @@ def test_everything_on_cgroup_v2() -> None:
 @pytest.mark.timeout(1300)
 def test_pressure_of_idle_environments_wakes_the_controller() -> None:
     """In an emulator on a machine with other things to do, times say little; that anybody came within a minute says all."""
-    command = f"cd {ROOT} && PYTHONPATH=integration {sys.executable} -m weenv_testkit.pressure"
-    lines = kernels.run(LINUX_6_12, command, timeout=1200).ok().splitlines()
-    seen = {name: value for line in lines if line.startswith("{") for name, value in json.loads(line).items()}
+    text = kernels.run(LINUX_6_12, f"cd {ROOT} && {PRESSURE}", timeout=1200).ok()
+    seen = json.loads(next(line for line in text.splitlines() if line.startswith('{"looks"')))
     raised, told = ([round(1000 * value) for value in seen[name]] for name in ("raised", "told"))
     print(f"burst to cpu.max changed: {raised} ms; to the kernel's word: {told} ms; at rest {seen['rest_cpu']:.2%} of a CPU")
     assert seen["looks"] == 0, "nobody looks at what rests"
     assert max(seen["raised"]) < 20, "the next look of our own would have come after a minute"
-    limit, used, killed = seen["grown"]
-    assert limit > used > 40 << 20 and killed == 0
+    grown(text)

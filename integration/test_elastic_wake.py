@@ -1,11 +1,13 @@
-"""The kernel's own word on pressure reaches the event loop: real triggers, with the window that needs no privilege."""
+"""The kernel's own word reaches the event loop: real triggers, with the window that needs no privilege; limits that are met."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import select
 import subprocess
 import threading
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,47 +16,191 @@ import pytest
 from weenv.plugin.nri import wake
 from weenv.plugin.nri.cgroups import Paths, Reader
 
-UNIFIED = next((path for path in ("/sys/fs/cgroup", "/sys/fs/cgroup/unified") if os.path.exists(f"{path}/cgroup.procs")), "")
+ROOT = "/sys/fs/cgroup"
+UNIFIED = next((path for path in (ROOT, f"{ROOT}/unified") if os.path.exists(f"{path}/cgroup.procs")), "")
+V2 = os.path.exists(f"{ROOT}/cgroup.controllers")
+WITHIN = 60
+"""Seconds that the kernel's word may take on a machine that is busy."""
 
 
 class Group(Reader):
-    """Only the triggers of a group that is in the unified hierarchy, whoever has the controllers."""
+    """Only what tells of a group in the hierarchy of one controller, or in the unified one, whoever has the controllers."""
 
-    def __init__(self, path: str) -> None:
-        self.paths = Paths("", "", "", path, False, False)
+    def __init__(self, path: str, *, controller: str = "") -> None:
+        memory, pids = (path if controller == name else "" for name in ("memory", "pids"))
+        self.paths = Paths("", "", memory, "" if controller else path, False, controller != "memory", pids)
 
 
-async def test_who_waits_for_a_cpu_is_told_within_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+class Told:
+    """What the kernel has said; an environment whose processes are followed."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.met: list[bool] = []
+        self._new = asyncio.Event()
+        self.triggers = wake.Triggers(self._told)
+        bounds = SimpleNamespace(pids=object() if reader.paths.pids else None)
+        self.env: Any = SimpleNamespace(reader=reader, triggers=[], spent=[], state=SimpleNamespace(bounds=bounds))
+
+    def _told(self, _env: object, met: bool) -> None:
+        self.met.append(met)
+        self._new.set()
+
+    async def wait(self) -> None:
+        """For the next word."""
+        await asyncio.wait_for(self._new.wait(), WITHIN)
+        self._new.clear()
+
+
+def in_group(path: str, then: str) -> subprocess.Popen[bytes]:
+    """A shell in a group, which goes on when a line is written to it."""
+    script = f"echo $$ > {path}/cgroup.procs; echo there; read go; {then}"
+    process = subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert process.stdout is not None and process.stdout.readline() == b"there\n"
+    return process
+
+
+def go(process: subprocess.Popen[bytes]) -> None:
+    """Let it go on."""
+    assert process.stdin is not None
+    process.stdin.write(b"go\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """No thread is left behind."""
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+async def test_who_waits_for_a_cpu_is_told_within_the_window(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
     path = f"{UNIFIED}/weenv-wake-{os.getpid()}"
     if not UNIFIED or not os.path.exists("/proc/pressure/cpu"):
         pytest.skip("this kernel has no pressure files")
     monkeypatch.setattr(wake, "WINDOW", 2_000_000)
     monkeypatch.setattr(wake, "STALLS", {"cpu": 50_000})
-    threads = threading.active_count()
     os.mkdir(path)
-    told = asyncio.Event()
-    triggers = wake.Triggers(lambda _env: told.set())
+    told = Told(Group(path))
     # More than there are CPUs, so that somebody waits whatever else goes on.
-    argv = ["sh", "-c", f"echo $$ > {path}/cgroup.procs; read go; while :; do :; done"]
-    burning = [subprocess.Popen(argv, stdin=subprocess.PIPE) for _ in range((os.cpu_count() or 1) + 2)]
-    env: Any = SimpleNamespace(reader=Group(path), triggers=[])
+    burning = [in_group(path, "while :; do :; done") for _ in range((os.cpu_count() or 1) + 2)]
     try:
-        assert triggers.possible(env.reader)
-        env.triggers = triggers.add(env)
-        assert len(env.triggers) == 1
+        assert told.triggers.add(told.env)
+        assert len(told.env.triggers) == 1
         for process in burning:
-            assert process.stdin is not None
-            process.stdin.write(b"go\n")
-            process.stdin.flush()
+            go(process)
         for _ in range(2):  # and again, as long as it goes on
-            await asyncio.wait_for(told.wait(), 60)
-            told.clear()
-        triggers.remove(env)
-        assert env.triggers == []
+            await told.wait()
+        assert not any(told.met)
     finally:
         for process in burning:
             process.kill()
             process.communicate()
-        triggers.close()
+        told._new.clear()
         os.rmdir(path)
-    assert threading.active_count() == threads
+        await told.wait()  # that it is gone, which is said once
+        waiter = told.triggers._waiter
+        async with asyncio.timeout(WITHIN):
+            while waiter is not None and waiter.epoll.poll(0):
+                await asyncio.sleep(0.01)
+        told.triggers.remove(told.env)
+        assert told.env.triggers == []
+        told.triggers.close()
+
+
+def heard(fd: int) -> None:
+    """Wait until the kernel has told all who listen to a file; ``fd`` is a descriptor of it."""
+    poll = select.poll()
+    poll.register(fd, select.POLLPRI)
+    assert poll.poll(WITHIN * 1000)
+    os.pread(fd, 1, 0)
+
+
+class Populated(Group):
+    """``cgroup.events``, which the kernel tells of as of the others, and which every machine has that has cgroup v2 at all."""
+
+    def notices(self, kind: str) -> int | None:
+        return super().notices("cgroup")
+
+
+async def test_what_was_told_is_told_again_only_after_it_was_armed(threads: None) -> None:
+    if not UNIFIED:
+        pytest.skip("this machine has no cgroup v2")
+    path = f"{UNIFIED}/weenv-wake-{os.getpid()}"
+    os.mkdir(path)
+    told = Told(Populated(path, controller="memory"))
+    own = told.env.reader.notices("memory")
+    assert own is not None
+    process = None
+    try:
+        assert not told.triggers.add(told.env), "no pressure"
+        (fd,) = told.env.triggers
+        process = in_group(path, ":")
+        heard(own)
+        await told.wait()
+        assert told.met == [True] and told.env.spent == [fd]
+        go(process)
+        process.communicate()
+        heard(own)  # that it is empty, which is not told
+        told.triggers.arm(told.env)
+        assert told.env.spent == []
+        process = in_group(path, ":")
+        heard(own)
+        await told.wait()
+        assert told.met == [True, True]
+    finally:
+        if process is not None:
+            process.communicate()
+        told.triggers.remove(told.env)
+        assert told.env.triggers == told.env.spent == []
+        told.triggers.close()
+        os.close(own)
+        os.rmdir(path)
+
+
+@pytest.mark.skipif(not V2, reason="not every kernel tells of refused forks on cgroup v1: see test_elastic_guests")
+async def test_a_refused_fork_is_told_at_once(threads: None) -> None:
+    path = f"{ROOT}/weenv-wake-{os.getpid()}"
+    os.mkdir(path)
+    with open(f"{path}/pids.max", "w") as file:
+        file.write("1")
+    told = Told(Group(path, controller="pids"))
+    process = in_group(path, "(:); :")
+    try:
+        told.triggers.add(told.env)
+        assert len(told.env.triggers) == 1
+        go(process)
+        await told.wait()
+        assert told.met == [True]
+        with open(f"{path}/pids.events") as file:
+            assert "max 1\n" in file.read()
+    finally:
+        process.communicate()
+        told.triggers.remove(told.env)
+        told.triggers.close()
+        os.rmdir(path)
+
+
+@pytest.mark.skipif(not V2, reason="memory.events is cgroup v2's: see test_elastic_guests")
+async def test_memory_at_its_brake_is_told_at_once(threads: None) -> None:
+    path = f"{ROOT}/weenv-wake-{os.getpid()}"
+    os.mkdir(path)
+    with open(f"{path}/memory.high", "w") as file:
+        file.write(str(8 << 20))
+    told = Told(Group(path, controller="memory"))
+    process = in_group(path, "exec head -c 40000000 /dev/zero > /dev/shm/weenv-wake")
+    try:
+        told.triggers.add(told.env)
+        assert len(told.env.triggers) == 1
+        go(process)
+        await told.wait()
+        assert told.met == [True]
+        with open(f"{path}/memory.events") as file:
+            assert "high 0\n" not in file.read()
+    finally:
+        process.kill()
+        process.communicate()
+        told.triggers.remove(told.env)
+        told.triggers.close()
+        os.remove("/dev/shm/weenv-wake")
+        os.rmdir(path)

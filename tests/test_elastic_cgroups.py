@@ -150,6 +150,28 @@ def test_a_peek_sees_use_and_memory_that_moves(group: Cgroup, reader: Reader) ->
     assert reader.peek() is None, "near its limit every byte counts"
 
 
+def test_memory_that_has_moved_is_seen_without_a_look(group: Cgroup, reader: Reader) -> None:
+    reader.sample(1.0)
+    assert not reader.moved()
+    group.anon += 64 << 20
+    group.write()
+    assert reader.moved() and reader.moved()
+    reader.sample(1.01)
+    assert not reader.moved()
+
+
+def test_where_the_kernel_tells_of_limits_that_are_met(group: Cgroup, reader: Reader) -> None:
+    fd = reader.notices("memory")
+    assert (fd is not None) == (group.version == 2), "v1 has no such file"
+    if fd is not None:
+        os.close(fd)
+    assert reader.notices("pids") is None, "nobody counts processes here"
+    Path(group.directory, "pids.events").write_text("max 0\n")
+    fd = reader.notices("pids")
+    assert fd is not None and os.get_inheritable(fd) is False
+    os.close(fd)
+
+
 def test_without_pressure_files(tmp_path: Path) -> None:
     for version in (1, 2):
         reader = Reader(Cgroup(str(tmp_path / str(version)), version, psi=False).paths)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -248,15 +249,72 @@ async def test_whom_the_kernel_calls_pressed_is_looked_at_again_after_a_period(n
     group = node.add("a")
     env = node.controller._envs[EnvKey("default", "a")]
     env.state = replace(env.state, triggers=True)
-    await until(lambda: env.pause == node.config.idle_interval)  # it is idle: nobody comes for two seconds
+    await until(lambda: env.pause > 1)  # it is idle: nobody comes for seconds
     looks: list[float] = []
     sample = env.reader.sample
     env.reader.sample = lambda now, **more: (looks.append(now), sample(now, **more))[1]  # type: ignore[method-assign]
-    node.controller._pressed(env)
+    node.controller._told(env, False)
     assert len(looks) == 1
     group.burn(0.1, 3.0)  # what it was pressed for is counted only now
-    await until(lambda: group.cpu > 0.25, timeout=node.config.idle_interval)
-    assert looks[1] - looks[0] < node.config.idle_interval / 2
+    await until(lambda: group.cpu > 0.25)
+    assert len(looks) > 1
+
+
+async def test_whom_the_kernel_says_to_have_met_a_limit_is_looked_at_at_once(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = node.add("a")
+    env = node.controller._envs[EnvKey("default", "a")]
+    await until(lambda: env.state.last)
+    looks: list[float] = []
+    sample = env.reader.sample
+    env.reader.sample = lambda now, **more: (looks.append(now), sample(now, **more))[1]  # type: ignore[method-assign]
+    now = env.sampled + 60.0  # nobody else comes in the time of this clock
+    monkeypatch.setattr(node.controller, "_clock", lambda: now)
+    node.controller._told(env, True)
+    assert looks == [now]
+    assert env.slot * controller_module.GRAIN == pytest.approx(now + node.config.interval, abs=controller_module.GRAIN)
+    now += 0.01
+    node.controller._told(env, True)
+    assert len(looks) == 1, "nothing has moved within so short a time"
+    group.anon += 64 * MIB
+    group.write()
+    node.controller._told(env, True)
+    assert looks[1:] == [now]
+
+
+async def test_idle_ones_are_looked_at_together_in_time_and_mostly_peeked_at(tmp_path: Path) -> None:
+    now = 1000.0
+    node = Node(tmp_path / "root", version=2, config=ElasticConfig())
+    node.controller._clock = lambda: now
+    for number in range(40):
+        node.add(f"e{number}")
+    envs = list(node.controller._envs.values())
+    looks: dict[str, list[float]] = {env.key.container_id: [] for env in envs}
+    sampled: dict[str, list[float]] = {env.key.container_id: [] for env in envs}
+    for env in envs:
+        env.state = replace(env.state, triggers=True)
+    slots, grain = node.controller._slots, controller_module.GRAIN
+    while now < 1123:
+        slot = min(slots)
+        now = slot * grain + 0.001
+        for env in slots.pop(slot):
+            if env.slot == slot:
+                node.controller._turn(env, slot * grain)
+                looks[env.key.container_id].append(slot * grain)
+                if env.sampled == now:
+                    sampled[env.key.container_id].append(slot * grain)
+    await node.controller.close()
+    await node.record.close()
+    times = set()
+    for name, seen in looks.items():
+        rest = [when for when in seen if when > 1003]
+        assert all(after - before <= 10.001 for before, after in itertools.pairwise(rest)), "never late"
+        assert 11 <= len(rest) <= 13
+        assert 3 <= len([when for when in sampled[name] if when > 1003]) <= 5
+        times |= {round(when, 3) for when in rest}
+    assert [when for when in times if when != round(when)] == [], "together"
+    assert len(times) > 12, "and not all at once"
 
 
 async def test_a_group_that_is_gone_waits_for_its_end_to_be_told(node: Node) -> None:

@@ -173,6 +173,23 @@ async def test_a_raise_is_carried_out_read_back_and_told(case: Case) -> None:
     assert len(await case.look(2.5)) == 2 and case.group.asked == [16, 20]
 
 
+async def test_what_the_kernel_tells_of_is_looked_at_at_once_but_not_over_and_over(case: Case) -> None:
+    assert await case.look(0.0) == []
+    case.group.write(8, "8", 1)
+    Keeper.told(case.env, 0.3)
+    case.group.deaf = True
+    assert (await case.look(0.3))[-1]["kind"] == "refused"
+    Keeper.told(case.env, 0.4)
+    await case.look(0.4)
+    assert case.group.asked == [16], "what was refused is tried again later"
+
+
+async def test_a_look_a_little_early_is_not_put_off_by_a_whole_pause(case: Case) -> None:
+    await case.look(0.0)
+    case.group.write(6, "8", 0)
+    assert (await case.look(pids.EVERY - 0.02))[-1]["limit"] == 16
+
+
 async def test_forks_refused_before_the_first_look_are_none_of_ours(case: Case) -> None:
     case.group.write(1, "8", 5)
     assert await case.look(0.0) == [] and case.group.asked == []

@@ -156,7 +156,7 @@ def test_invariants_of_every_decision(bounds: Bounds, story: list[tuple[Move, No
         state, decision = policy.decide(state, sample, node, CONFIG)
         if not forwards:
             lowered, raised = {}, {}  # times of another clock
-        assert decision.wake_after > 0
+        assert CONFIG.interval <= decision.wake_after <= (CONFIG.idle_interval if triggers else CONFIG.interval)
         assert decision.tier >= 0
         assert state.quota == (decision.quota or before)
         assert decision.quota != before
@@ -494,8 +494,38 @@ def test_only_a_watched_idle_environment_is_left_alone_longer() -> None:
     machine = Machine()
     assert {decision.wake_after for decision in machine.run(2)} == {CONFIG.interval}
     machine.state = replace(machine.state, triggers=True)
+    machine.memory = replace(machine.memory, high=int(BOUNDS.floor.memory * 0.85))
     assert machine.step().wake_after == CONFIG.idle_interval
     assert machine.step(cores=0.3).wake_after == CONFIG.interval
+
+
+def test_one_that_could_run_out_of_memory_untold_is_not_left_alone_as_long() -> None:
+    machine = Machine()
+    machine.state = replace(machine.state, triggers=True)
+    machine.step()
+    assert machine.step().wake_after == policy.UNSETTLED, "no brake"
+    service = Machine(replace(BOUNDS, ceiling=BOUNDS.floor), role=Role.SERVICE)
+    service.state = replace(service.state, triggers=True)
+    service.step()
+    assert service.step().wake_after == CONFIG.idle_interval, "nothing could be done about it"
+    for seconds, expected in ((5.0, 5.0), (0.2, 0.2)):
+        machine.config = replace(CONFIG, interval=min(seconds, 5.0), idle_interval=max(seconds, 0.2))
+        assert machine.step().wake_after == expected, "never more often than an active one, nor less often than is set"
+
+
+def test_an_idle_one_goes_down_as_fast_as_one_that_is_looked_at_all_the_time() -> None:
+    machine = Machine()
+    machine.state = replace(machine.state, triggers=True)
+    machine.memory = replace(machine.memory, high=int(BOUNDS.floor.memory * 0.85))
+    machine.run(3, cores=8)
+    assert machine.state.quota.cpu >= 8
+    begin, pause = machine.when, CONFIG.interval
+    while machine.state.quota.cpu > BOUNDS.floor.cpu:
+        pause = machine.step(seconds=pause).wake_after
+    steps = math.ceil(math.log2(16 / BOUNDS.floor.cpu))
+    longest = CONFIG.cpu.calm_after + steps * (CONFIG.cpu.step_every + policy.UNSETTLED)
+    assert machine.when - begin <= longest
+    assert pause == CONFIG.idle_interval, "and then rests"
 
 
 def test_a_look_right_after_another_says_nothing_about_use_or_growth() -> None:
@@ -506,6 +536,20 @@ def test_a_look_right_after_another_says_nothing_about_use_or_growth() -> None:
     held = machine.memory.anon + 8 * MIB  # 1.6 GiB a second
     machine.memory = replace(machine.memory, current=held, anon=held, unreclaimable=held)
     assert machine.decide().quota is None
+
+
+def test_a_look_right_after_another_says_nothing_about_waiting() -> None:
+    machine = Machine()
+    limit = BOUNDS.start.memory
+    cache = replace(machine.memory, current=limit, anon=MIB, unreclaimable=MIB, inactive_file=limit - MIB, max=limit)
+    machine.memory = cache
+    machine.decide()
+    machine.when += 0.01
+    machine.memory = replace(cache, pressure_some_us=4_000, pressure_full_us=4_000)  # 40 % of it, 4 ms of reclaim
+    assert machine.decide().quota is None
+    machine.when += 0.2
+    machine.memory = replace(cache, pressure_some_us=90_000, pressure_full_us=90_000)
+    assert machine.decide().reason is Reason.MEMORY_SEVERE
 
 
 def test_throttling_seen_right_after_another_look_counts() -> None:
@@ -563,7 +607,7 @@ def test_memory_never_looked_at_is_not_taken() -> None:
         ({"memory": {"margin": float("nan")}}, "elastic.memory.margin"),
         ({"admission": {"reserve_cpu": 1.5}}, "elastic.admission.reserve_cpu"),
         ({"interval": 0}, "elastic.interval"),
-        ({"interval": 5.0}, "elastic.idle_interval"),
+        ({"interval": 20.0}, "elastic.idle_interval"),
         ({"start_cpu": 128.0}, "elastic.ceiling_cpu"),
         ({"ceiling_memory": "32G"}, "elastic.ceiling_memory"),
         ({"cpu": {"nonsense": 1}}, "elastic.cpu.nonsense"),

@@ -1,14 +1,16 @@
-"""A program for a machine with cgroup v2 and pressure triggers: ``python -m weenv_testkit.pressure`` prints JSON.
+"""A program for a machine with cgroup v2: ``python -m weenv_testkit.pressure [PART...]`` prints JSON, an object for each part.
 
 The controller, real groups and real processes; limits are written to the groups' files, without a runtime. No pytest, nor
-anything else that takes an emulated CPU a minute to import. :mod:`test_elastic_guests` runs it and judges.
+anything else that takes an emulated CPU a minute to import. :mod:`test_elastic_guests` runs it and judges. The parts are
+``bursts``, which needs pressure triggers, and ``growth``.
 
 =============  =====================================================================================================
 ``looks``      at ``BURSTS`` environments at rest within four seconds, though the controller would look every 200 ms
 ``rest_cpu``   CPU of this process within that time, as a share of one
 ``raised``     seconds from the start of a burst to the changed ``cpu.max``, a burst after another, sorted
 ``told``       seconds from the start of a burst to the kernel's word on a trigger beside the controller's, sorted
-``grown``      ``memory.max``, ``memory.current`` and ``oom_kill`` of one that grew at once to a quarter more than its limit
+``grown``      ``memory.max``, ``memory.current`` and ``oom_kill`` of each that grew at once to a quarter more than its limit
+``met``        seconds from the kernel's word that memory is at the brake to the first changed ``memory.max``, sorted
 =============  =====================================================================================================
 """
 
@@ -41,11 +43,12 @@ from weenv.plugin.nri.watch import Found
 GROUPS = f"/sys/fs/cgroup/weenv-pressure-{os.getpid()}"
 START = 0.1
 BOUNDS = Bounds(Quota(START, 32 * MIB), Quota(1.0, 256 * MIB), Quota(START, 32 * MIB))
-NEVER = 60.0
+NEVER = 600.0
 """Seconds between two looks at an idle environment: only the kernel brings one earlier."""
 BURSTS = 8
+GROWN = 5
 BURN = "echo $$ > cgroup.procs; echo ready; read go; while :; do :; done"
-GROW = "echo $$ > cgroup.procs; echo ready; read go; dd if=/dev/zero of=/dev/shm/grown bs=4M count=10; sleep 1000"
+GROW = "echo $$ > cgroup.procs; echo ready; read go; dd if=/dev/zero of=/dev/shm/{} bs=4M count=10; exec sleep 1000"
 
 
 class Files:
@@ -89,7 +92,8 @@ class Node:
         self.files = Files()
         self.metrics = Metrics()
         journals = [Journal(os.path.join(directory, name), 1 << 20) for name in (EVENTS, DECISIONS)]
-        config = ElasticConfig(idle_interval=NEVER)
+        # Without triggers nobody is idle, and all are looked at as seldom as can be set.
+        self.config = config = ElasticConfig(idle_interval=NEVER, interval=0.2 if os.path.exists("/proc/pressure") else 60.0)
         ledger = Ledger(Resources(64.0, 64 << 30), config.admission)
         record = Record(journals[0], journals[1], self.metrics, None)
         self.controller = Controller(config, ledger, self.files, record, self.metrics, end=self.files.end)
@@ -130,7 +134,7 @@ class Node:
     async def rest(self) -> None:
         """Wait until all environments are idle, so that nobody looks at them of his own accord."""
         seen = -1.0
-        while seen != self.looks():
+        while seen != self.looks() and self.config.interval < 1:
             seen = self.looks()
             await asyncio.sleep(2.5)
 
@@ -145,7 +149,7 @@ async def until(what: str, check: Callable[[], object]) -> None:
 
 
 def word(fd: int) -> float:
-    """When the kernel had a word to say on a trigger."""
+    """When the kernel had a word to say on a descriptor."""
     poll = select.poll()
     poll.register(fd, select.POLLPRI)
     poll.poll(60_000)
@@ -179,29 +183,44 @@ async def bursts(node: Node) -> dict[str, Any]:
 
 
 async def growth(node: Node) -> dict[str, Any]:
-    """One that rests, and then takes more memory at once than it has."""
-    node.add("grow", GROW, 1.0)
-    await until("the brake", lambda: 0 < number("grow", "memory.high") < 32 * MIB)
-    await node.rest()
-    node.go("grow")
-    await until("all to be written", lambda: number("grow", "memory.current") > 40 * MIB)
-    with open(f"{GROUPS}/grow/memory.events") as file:
-        events = dict(line.split() for line in file)
-    seen = [number("grow", "memory.max"), number("grow", "memory.current"), int(events["oom_kill"])]
-    node.end("grow")
-    return {"grown": seen}
+    """Some that rest, and then take more memory at once than they have."""
+    grown, met = [], []
+    for number_ in range(GROWN):
+        name = f"grow-{number_}"
+        node.add(name, GROW.format(name), 1.0)
+        await until("the brake", lambda name=name: 0 < number(name, "memory.high") < 32 * MIB)
+        await node.rest()
+        reader = Reader(find(node.children[name].pid))
+        notices = reader.notices("memory")
+        if notices is None:
+            raise SystemExit("this kernel has no memory.events")
+        waiting = asyncio.get_running_loop().run_in_executor(None, word, notices)
+        node.go(name)
+        await until("all to be written", lambda name=name: number(name, "memory.current") > 40 * MIB)
+        met.append(node.files.done[name] - await waiting)
+        with open(f"{GROUPS}/{name}/memory.events") as file:
+            events = dict(line.split() for line in file)
+        grown.append([number(name, "memory.max"), number(name, "memory.current"), int(events["oom_kill"])])
+        node.end(name)
+        os.close(notices)
+        reader.close()
+        os.remove(f"/dev/shm/{name}")
+    return {"grown": grown, "met": sorted(met)}
 
 
-async def main() -> int:
-    """Print two objects, one a line."""
+PARTS = {"bursts": bursts, "growth": growth}
+
+
+async def main(names: list[str]) -> int:
+    """Print an object for each part, one a line."""
     os.mkdir(GROUPS)
     with open(f"{GROUPS}/cgroup.subtree_control", "w") as file:
         file.write("+cpu +memory")
     with tempfile.TemporaryDirectory() as directory:
         node = Node(directory)
         running = asyncio.ensure_future(node.controller.run())
-        for part in (bursts, growth):
-            print(json.dumps(await part(node)), flush=True)
+        for name in names or PARTS:
+            print(json.dumps(await PARTS[name](node)), flush=True)
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
         await node.controller.close()
@@ -209,4 +228,4 @@ async def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(asyncio.run(main()))
+    sys.exit(asyncio.run(main(sys.argv[1:])))

@@ -302,6 +302,10 @@ class Reader:
         for fd in fds:
             os.close(fd)
 
+    def moved(self) -> bool:
+        """Whether memory has moved since the last sample, so much that what was seen then no longer holds."""
+        return self._moved(_number(self._read(self._current)), self._seen)
+
     def peek(self) -> tuple[float, int] | None:
         """(CPU seconds, throttled periods) so far; None where memory has moved since the last sample, or is near its limit."""
         current = _number(self._read(self._current))
@@ -452,6 +456,26 @@ class Reader:
             return None
         try:
             os.write(fd, f"some {stall_us} {window_us}\0".encode())
+        except OSError:
+            os.close(fd)
+            return None
+        return fd
+
+    def notices(self, kind: str) -> int | None:
+        """A descriptor that has POLLPRI from the next time on that a limit of ``memory`` or of ``pids`` is met.
+
+        That is a change of ``memory.events`` (v2 alone) or ``pids.events`` (v1 too); reading the descriptor makes it wait for
+        the next (fs/kernfs/file.c, kernfs_generic_poll). None where there is no such file. The caller closes it.
+        """
+        directory = self.paths.pids if kind == "pids" else self.paths.memory
+        if not directory:
+            return None
+        try:
+            fd = os.open(os.path.join(directory, f"{kind}.events"), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            os.pread(fd, _READ, 0)
         except OSError:
             os.close(fd)
             return None

@@ -3,8 +3,10 @@ change, keeps the ledger, and writes down what happened.
 
 All state belongs to the event loop; nothing here waits but the changes of limits, which run beside each other, one per
 environment at a time (docs/concurrency/elastic.md). Environments are looked at in slots of
-``GRAIN`` seconds, so that hundreds of them cost twenty wake-ups a second. One that rests costs two or three small reads a
-look: only where much CPU was used, some was withheld, or memory moved, is it sampled and decided on.
+``GRAIN`` seconds, so that hundreds of them cost twenty wake-ups a second; those that are looked at seldom, in slots of
+``TOGETHER`` seconds, so that they cost one, and find the caches warm that the first of them filled. One that rests costs two or
+three small reads a look: only where much CPU was used, some was withheld, or memory moved, is it sampled and decided on, or
+where its last sample is old.
 """
 
 from __future__ import annotations
@@ -28,8 +30,8 @@ from weenv.plugin.nri.journal import Kind
 from weenv.plugin.nri.managed import Env
 from weenv.plugin.nri.metrics import Metrics
 from weenv.plugin.nri.model import UNLIMITED_MEMORY, Decision, EnvKey, NodeView, Quota, Reason, Sample
-from weenv.plugin.nri.pids import Keeper
-from weenv.plugin.nri.policy import applied, begin, decide, lowest, taken_back
+from weenv.plugin.nri.pids import EVERY, Keeper
+from weenv.plugin.nri.policy import LEAST_SPAN, applied, begin, decide, lowest, taken_back
 from weenv.plugin.nri.record import Record
 from weenv.plugin.nri.wake import Triggers
 from weenv.plugin.nri.watch import Found
@@ -38,10 +40,15 @@ log = logging.getLogger(__name__)
 
 GRAIN = 0.05
 """Seconds of a slot: being woken costs as much as some ten looks."""
+TOGETHER = 1.0
+"""Seconds of a slot for those that are looked at as seldom as this; nobody is looked at later for it."""
+WHOLE = 2.5
+"""One that rests is sampled when its last sample is older than ``STAT_EVERY`` and than so many of its pauses, thus at every
+third look: what others do to its limits, and kills of a machine without memory, show there alone."""
 REST_USE = 0.3
 """Below this share of its quota, unthrottled and at its floor, an environment rests: no rule of the policy says a thing."""
 CHECK_LIMITS = 5.0
-"""Seconds between two looks at whether somebody else has changed an environment's limits."""
+"""Seconds between two looks at whether somebody else has changed an environment's limits; it takes a sample."""
 CHANGES = 8
 """Changes of limits at a time: each has the runtime start a process, and those take CPU from everybody."""
 CLAIM = 60.0
@@ -92,7 +99,7 @@ class Controller:
         self._changing = asyncio.Semaphore(CHANGES)
         self._background = Background()
         self._pids = Keeper(processes, record, self._background, config.pids_use) if processes is not None else None
-        self._triggers = Triggers(self._pressed)
+        self._triggers = Triggers(self._told)
         self._view: NodeView | None = None
         self._peeks = self._samples = 0
         self._counted = -math.inf
@@ -116,6 +123,8 @@ class Controller:
                     self.metrics.lag.observe(max(0.0, self._clock() - number * GRAIN))
                 for env in due:
                     if env.slot == number:
+                        if env.spent:
+                            self._triggers.arm(env)
                         self._turn(env, number * GRAIN)
                 if due:
                     await asyncio.sleep(0)
@@ -164,6 +173,7 @@ class Controller:
             if known and (old.state.bounds, old.state.role) != (found.bounds, found.role):
                 old.found = found
                 old.state = replace(old.state, bounds=found.bounds, role=found.role)
+                self._have_told(old)
                 self.ledger.adopt(Request(found.key, found.bounds, found.role), old.state.quota)
                 old.resting, self._view = False, None
             return
@@ -186,11 +196,9 @@ class Controller:
         memory = quota.memory if quota.memory <= bounds.ceiling.memory else bounds.start.memory
         goal = Quota(max(cpu, bounds.start.cpu), max(memory, bounds.start.memory))
         held = Quota(min(quota.cpu, bounds.ceiling.cpu), min(quota.memory, bounds.ceiling.memory))
-        triggers = self._triggers.possible(reader)
-        env = Env(found, reader, begin(bounds, found.role, held, triggers=triggers), now)
+        env = Env(found, reader, begin(bounds, found.role, held), now)
         self._envs[found.key] = env
-        if triggers:
-            env.triggers = self._triggers.add(env)
+        self._have_told(env)
         self._claims.pop(found.key, None)
         self.ledger.adopt(Request(found.key, bounds, found.role), held)
         self._view = None
@@ -204,6 +212,11 @@ class Controller:
         else:
             self._save_up(env)
         self._plan(env, now + (hash(found.key) % 4) * GRAIN)
+
+    def _have_told(self, env: Env) -> None:
+        """Have the kernel tell of what happens to it, as its bounds call for."""
+        self._triggers.remove(env)
+        env.state = replace(env.state, triggers=self._triggers.add(env))
 
     def ended(self, key: EnvKey, status: int | None) -> None:
         """It is over: say why, give its room to others."""
@@ -254,24 +267,32 @@ class Controller:
             if slot < self._next:
                 self._poke.set()
 
-    def _pressed(self, env: Env) -> None:
-        """The kernel says that it waits for something."""
-        if not env.gone:
-            env.resting = False
-            now = self._clock()
-            self._turn(env, now)
-            if env.alive() and env.slot * GRAIN > now + _AGAIN:
-                self._plan(env, now + _AGAIN)
+    def _told(self, env: Env, met: bool) -> None:
+        """The kernel says that it waits for something, or that a limit of it was met.
 
-    def _turn(self, env: Env, due: float) -> None:
+        Limits may be met without end (page cache does that), and the kernel is asked to tell again with the next planned
+        look. That is an interval away, so that telling doubles the looks at most.
+        """
+        if env.gone:
+            return
+        env.resting = False
+        now = self._clock()
+        if met:
+            Keeper.told(env, now)
+        self._turn(env, now, met=met)
+        again = now + (self.config.interval if met else _AGAIN)
+        if env.alive() and not env.blind and env.slot * GRAIN > again:
+            self._plan(env, again)
+
+    def _turn(self, env: Env, due: float, *, met: bool = False) -> None:
         """One environment's turn; whatever it is, it does not keep the others from theirs."""
         env.slot = -1
         if env.gone:
             return
-        now = self._clock()
+        now, before = self._clock(), env.pause
         pause = self.config.interval
         try:
-            pause = self._look(env, now)
+            pause = self._look(env, now, met)
         except CgroupGone:
             env.blind = True  # its end is told by containerd
             return
@@ -285,21 +306,29 @@ class Controller:
             log.exception("%s: looking at it failed: %s", env.key, error)
             pause = _BACK_OFF
         # From when it was due, not from now: being late once must not make everything later.
-        following = due + pause
-        self._plan(env, following if following > now else now + pause)
+        following = due + pause if due + pause > now else now + pause
+        if pause >= TOGETHER:
+            # The first pause of its kind may be half as long, so that environments spread over it however they came to rest.
+            early = hash(env.key) % 16 / 32 * pause if env.pause != before else 0.0
+            together = math.floor((following - early) / TOGETHER + 1e-6) * TOGETHER
+            following = together if together > now else following
+        self._plan(env, following)
 
-    def _look(self, env: Env, now: float) -> float:
-        """Seconds until the next look."""
+    def _look(self, env: Env, now: float, met: bool) -> float:
+        """Seconds until the next look. ``met``: the kernel says that a limit was met."""
         if self._pids is not None and env.state.bounds.pids is not None:
             self._pids.look(env, env.state.bounds.pids, now)
+        if met and now - env.sampled < LEAST_SPAN and not env.reader.moved():
+            return env.sampled + LEAST_SPAN - now  # a shorter time says little of CPU and of waiting
         config = self._plain if env.reader.paths.memory_v1 else self.config
-        if env.resting and now - env.sampled < STAT_EVERY and env.state.last is not None:
+        if env.resting and now - env.sampled < max(STAT_EVERY, WHOLE * env.pause) and env.state.last is not None:
             since = env.rested[0] if env.rested is not None else env.sampled
             seen = env.reader.peek()
             if seen is not None:
                 usage, throttled = seen
                 most = REST_USE * env.state.quota.cpu * (now - since)
                 if throttled == env.state.last.cpu.nr_throttled and usage - env.usage <= most:
+                    env.use = (usage - env.usage) / (now - since) if now > since else 0.0
                     env.rested, env.usage = (now, usage), usage
                     self._peeks += 1
                     return env.pause
@@ -319,7 +348,7 @@ class Controller:
         state, decision = decide(state, sample, self._view, config)
         env.complained = False
         env.sampled, env.rested, env.usage = now, None, sample.cpu.usage_s
-        env.pause = decision.wake_after
+        env.pause = decision.wake_after if env.state.bounds.pids is None else min(decision.wake_after, EVERY)
         raising = decision.quota is not None and (decision.quota.cpu > before.cpu or decision.quota.memory > before.memory)
         quota = decision.quota
         if quota is not None and (env.changing is not None or (raising and not self.ledger.promise(env.key, quota))):
@@ -338,7 +367,7 @@ class Controller:
             self._begin_change(env, quota, decision.high, decision.reason)
         elif decision.high != env.high and env.changing is None:
             self._brake(env, decision.high)
-        return decision.wake_after
+        return env.pause
 
     def _note(self, env: Env, now: float, sample: Sample, decision: Decision, before: Quota, *, elapsed: float) -> None:
         """Keep what ``weenv top`` and the journals are to show."""

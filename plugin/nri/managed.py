@@ -17,7 +17,7 @@ class Env:
     __slots__ = (
         "began", "blind", "burst", "changed_at", "changing", "checked", "complained", "emergency", "found", "gone", "high",
         "key", "noted", "oom_kills", "pause", "peak", "pids", "pids_due", "previous", "reader", "rested", "resting", "sampled",
-        "slot", "starved_s", "starving", "state", "tier", "triggers", "usage", "why", "why_at",
+        "slot", "spent", "starved_s", "starving", "state", "tier", "triggers", "usage", "use", "why", "why_at",
     )  # fmt: skip
 
     def __init__(self, found: Found, reader: Reader, state: EnvState, now: float) -> None:
@@ -35,6 +35,8 @@ class Env:
         """(when, CPU seconds) of the last look that saw it rest; None: not since the last sample."""
         self.usage = 0.0
         """CPU seconds at the last look."""
+        self.use = 0.0
+        """Cores used between the last two looks, where the last only saw it rest."""
         self.pause = 0.2
         self.previous: Sample | None = None
         """The sample before ``state.last``."""
@@ -59,6 +61,9 @@ class Env:
         self.gone = False
         self.noted = -math.inf
         self.triggers: list[int] = []
+        """Descriptors by which the kernel tells of it (weenv.plugin.nri.wake)."""
+        self.spent: list[int] = []
+        """Those of them that have told, and say no more until they are armed again."""
         self.burst: float | None = None
         """Cores of CPU burst in force; None: not set yet."""
         self.pids: Pids | None = None
@@ -84,7 +89,7 @@ class Env:
     def row(self, now: float) -> dict[str, Any]:
         """What ``weenv top`` shows, for JSON."""
         state, last, old = self.state, self.state.last, self.previous
-        cpu, throttled, cpu_pressure, memory_pressure = 0.0, 0.0, 0.0, 0.0
+        cpu, throttled, cpu_pressure, memory_pressure = self.use if self.rested is not None else 0.0, 0.0, 0.0, 0.0
         if self.rested is None and last is not None and old is not None and last.when > old.when:
             elapsed = last.when - old.when
             cpu = max(0.0, last.cpu.usage_s - old.cpu.usage_s) / elapsed

@@ -29,6 +29,8 @@ log = logging.getLogger(__name__)
 
 EVERY = 1.0
 """Seconds between two looks."""
+_EARLY = 0.1
+"""Seconds by which a look may come before it is due: the next one would be too late."""
 _BACK_OFF = 10.0
 """Seconds after which a limit that could not be set is tried again."""
 
@@ -74,7 +76,7 @@ class Keeper:
 
     def look(self, env: Env, bounds: PidsBounds, now: float) -> None:
         """One look, where it is due. Raises CgroupGone. That a machine does not count them is said once."""
-        if now < env.pids_due:
+        if now + _EARLY < env.pids_due:
             return
         env.pids_due = now + EVERY
         try:
@@ -87,6 +89,11 @@ class Keeper:
         if limit is not None:
             env.pids_due = now + _BACK_OFF  # until it is through
             self._background.spawn(self._change(env, env.pids, limit), f"processes of {env.key}")
+
+    @staticmethod
+    def told(env: Env, now: float) -> None:
+        """The kernel says that a limit was met: the next look is due at once, unless a change is under way or was refused."""
+        env.pids_due = now if env.pids_due <= now + EVERY else env.pids_due
 
     async def _change(self, env: Env, seen: Pids, limit: int) -> None:
         refused = ""

@@ -51,6 +51,10 @@ WORTH = 1.05
 LONG_AGO = 30.0
 """Seconds without a sample after which the calm before is no longer believed: whoever slept (we, the machine) saw nothing."""
 
+UNSETTLED = 2.0
+"""Seconds between two samples of an idle one that has steps down before it, which come every few seconds, or that could run out
+of memory before the kernel had told of it: no brake (``memory.high``) is in force."""
+
 LEAST_SPAN = 0.1
 """Seconds, one quota period: a shorter look after a pressure trigger may fall into the busy part of a period, and says
 nothing about use or growth over time."""
@@ -162,9 +166,17 @@ def decide(state: EnvState, sample: Sample, node: NodeView, config: ElasticConfi
         tier(now, bounds),
         reason,
         emergency,
-        config.idle_interval if idle else config.interval,
+        _idle_pause(state, now, sample.memory, config) if idle else config.interval,
         brake(now, state, config, last=stuck),
     )
+
+
+def _idle_pause(state: EnvState, quota: Quota, memory: MemorySample, config: ElasticConfig) -> float:
+    """Seconds until an idle one is looked at again."""
+    told = memory.high < quota.memory or (state.role is Role.SERVICE and quota.memory >= state.bounds.ceiling.memory)
+    if told and quota == state.bounds.floor:
+        return config.idle_interval
+    return max(config.interval, min(config.idle_interval, UNSETTLED))
 
 
 def brake(quota: Quota, state: EnvState, config: ElasticConfig, *, last: bool = False) -> int | None:
@@ -239,9 +251,10 @@ def _look_memory(
     killed, growing, some, full, growth = False, False, 0.0, 0.0, 0.0
     if last is not None:
         old = last.memory
-        growth = (in_use - working_set(old)) / max(elapsed, LEAST_SPAN)
-        some = _rate(old.pressure_some_us, now.pressure_some_us, elapsed)
-        full = _rate(old.pressure_full_us, now.pressure_full_us, elapsed)
+        span = max(elapsed, LEAST_SPAN)
+        growth = (in_use - working_set(old)) / span
+        some = _rate(old.pressure_some_us, now.pressure_some_us, span)
+        full = _rate(old.pressure_full_us, now.pressure_full_us, span)
         killed = now.oom_kill > old.oom_kill
         growing = growth > 0 or now.max_events > old.max_events or full >= rules.severe_pressure
         if killed or now.oom > old.oom:

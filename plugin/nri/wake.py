@@ -1,12 +1,17 @@
-"""Pressure triggers of all environments behind one descriptor, so that the kernel wakes us instead of us asking it.
+"""What the kernel tells of all environments, behind one descriptor, so that it wakes us instead of us asking it.
 
-``some <stall us> <window us>`` written to a pressure file makes its descriptor have POLLPRI as soon as anybody in the group
-has waited for so long within the window (Documentation/accounting/psi.rst). Windows below 2 s need CAP_SYS_RESOURCE; without
-it, a trigger comes later than the next sample would, and is of no use here.
+**Pressure.** ``some <stall us> <window us>`` written to a pressure file makes its descriptor have POLLPRI as soon as anybody in
+the group has waited for so long within the window (Documentation/accounting/psi.rst). Windows below 2 s need CAP_SYS_RESOURCE;
+without it, a trigger comes later than the next sample would, and is of no use here.
 
-A thread waits for them. The event loop's own selector cannot: it knows no POLLPRI, and an epoll within it sees nothing, since
+**Limits that are met.** ``memory.events`` of cgroup v2 has POLLPRI when ``memory.high`` or ``memory.max`` was met or a process
+killed, ``pids.events`` when a fork was refused: at once, at most every 10 ms (kernel/cgroup/cgroup.c, cgroup_file_notify), to
+anybody who may read it. That goes on without end where page cache fills a limit, so each descriptor tells once, and again after
+it was armed anew.
+
+A thread waits for both. The event loop's own selector cannot: it knows no POLLPRI, and an epoll within it sees nothing, since
 asking a pressure file whether it has an event takes the event (kernel/sched/psi.c, psi_trigger_poll), and the outer one asks
-first.
+first. A group that is removed has POLLERR for ever; edge-triggered, each of its descriptors says so once.
 """
 
 from __future__ import annotations
@@ -26,54 +31,76 @@ WINDOW = 500_000
 STALLS = {"cpu": 25_000, "memory": 10_000}
 """Microseconds of waiting that wake us: one throttled period of 100 ms at a quarter of a core waits for 75 ms; a page read
 again takes less than one."""
+_PRESSURE = select.EPOLLPRI | select.EPOLLET
+_LIMIT = select.EPOLLPRI | select.EPOLLONESHOT
 
 
 class Triggers:
-    """Calls ``pressed(env)`` from the event loop; at most once per window, kind and environment."""
+    """Calls ``told(env, met)`` from the event loop: it waits for something (at most once per window and kind), or, ``met``, a
+    limit of it was met (once until :meth:`arm`)."""
 
-    def __init__(self, pressed: Callable[[Env], None]) -> None:
-        self._pressed = pressed
+    def __init__(self, told: Callable[[Env, bool], None]) -> None:
+        self._told = told
         self._waiter: _Waiter | None = None
-        self._envs: dict[int, Env] = {}
+        self._envs: dict[int, tuple[Env, bool]] = {}
         self._possible: bool | None = None
 
     def possible(self, reader: Reader) -> bool:
         """Whether this machine gives triggers that are faster than sampling; found out with the first environment."""
         if self._possible is None:
             fd = reader.trigger("cpu", STALLS["cpu"], WINDOW)
-            self._possible = fd is not None and self._register(fd)
+            self._possible = fd is not None and self._register(fd, _PRESSURE)
             if fd is not None:
                 self._drop(fd)
                 os.close(fd)
         return self._possible
 
-    def _register(self, fd: int) -> bool:
+    def _register(self, fd: int, events: int) -> bool:
         if self._waiter is None:
             self._waiter = _Waiter(asyncio.get_running_loop(), self._ready)
         try:
-            self._waiter.epoll.register(fd, select.EPOLLPRI)
+            self._waiter.epoll.register(fd, events)
         except OSError:  # EPERM: no file that can be waited for
             return False
         return True
 
-    def add(self, env: Env) -> list[int]:
-        """Set the triggers of an environment; its descriptors, for :meth:`remove`."""
-        fds = []
-        for kind, stall in STALLS.items():
-            fd = env.reader.trigger(kind, stall, WINDOW)
-            if fd is None:
-                continue
-            self._envs[fd] = env
-            if self._register(fd):
-                fds.append(fd)
-            else:
-                self._drop(fd)
-                os.close(fd)
-        return fds
+    def add(self, env: Env) -> bool:
+        """Have the kernel tell of an environment, as far as it does; whether that is all that the one at rest could need.
+
+        All is pressure on CPU and on memory, and limits that are met: of memory where it is on cgroup v2 (v1 tells of none), of
+        processes where those are followed.
+        """
+        reader, possible = env.reader, self.possible(env.reader)
+        waits = [self._take(env, reader.trigger(kind, stall, WINDOW), met=False) for kind, stall in STALLS.items() if possible]
+        hit = self._take(env, reader.notices("memory"), met=True) or reader.paths.memory_v1
+        if env.state.bounds.pids is not None:
+            self._take(env, reader.notices("pids"), met=True)
+        return possible and all(waits) and hit
+
+    def _take(self, env: Env, fd: int | None, *, met: bool) -> bool:
+        if fd is None:
+            return False
+        self._envs[fd] = (env, met)
+        if self._register(fd, _LIMIT if met else _PRESSURE):
+            env.triggers.append(fd)
+            return True
+        self._drop(fd)
+        os.close(fd)
+        return False
+
+    def arm(self, env: Env) -> None:
+        """Be told again of limits that are met; those met until now are no news."""
+        fds, env.spent = env.spent, []
+        for fd in fds:
+            with contextlib.suppress(OSError):  # ENODEV: the group is gone, its end is told by others
+                os.pread(fd, 1, 0)
+                if self._waiter is not None:
+                    self._waiter.epoll.modify(fd, _LIMIT)
 
     def remove(self, env: Env) -> None:
-        """Take the triggers of an environment away."""
+        """No longer be told of an environment."""
         fds, env.triggers = env.triggers, []
+        env.spent = []
         for fd in fds:
             self._drop(fd)
             os.close(fd)
@@ -85,9 +112,11 @@ class Triggers:
 
     def _ready(self, fds: list[int]) -> None:
         for fd in fds:
-            env = self._envs.get(fd)  # one that came meanwhile in the place of another is looked at once too often
-            if env is not None:
-                self._pressed(env)
+            env, met = self._envs.get(fd, (None, False))
+            if env is not None:  # one that came meanwhile in the place of another is looked at once too often
+                if met and fd not in env.spent:
+                    env.spent.append(fd)
+                self._told(env, met)
 
     def close(self) -> None:
         """End the thread; descriptors of environments are closed by :meth:`remove`."""
@@ -110,13 +139,9 @@ class _Waiter:
 
     def _run(self) -> None:
         while True:
-            found = []
-            for fd, events in self.epoll.poll(maxevents=256):
-                if fd == self._stop:
-                    return
-                if events & select.EPOLLERR:  # the group is gone: it would be told for ever
-                    self.forget(fd)
-                found.append(fd)
+            found = [fd for fd, _ in self.epoll.poll(maxevents=256)]
+            if self._stop in found:
+                return
             with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to tell
                 self._loop.call_soon_threadsafe(self._ready, found)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import socket
 from typing import Any
 
 import click
 
 from weenv.cli import render
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
+from weenv.core.unixsocket import listens
 
 _MODES = {"lazy": "[cyan]lazy[/]", "complete": "[green]complete[/]", "unmounted": "[yellow]unmounted[/]"}
 
@@ -28,9 +28,8 @@ def blobfs_status(path: str) -> dict[str, Any] | None:
 def _lost(root: str, path: str) -> str:
     """What is wrong where a snapshotter listens although none holds the root's lock; empty where nothing listens."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(5)
-            connection.connect(path)
+        if not listens(path):
+            return ""
     except OSError:
         return ""
     return (

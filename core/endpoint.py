@@ -6,7 +6,6 @@ Scrapers that ask for OpenMetrics get it, others the older text format (promethe
 from __future__ import annotations
 
 import contextlib
-import errno
 import ipaddress
 import os
 import socket
@@ -18,7 +17,7 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
 
 from weenv.core.errors import ConfigError
-from weenv.core.unixsocket import bind_private, clear_path
+from weenv.core.unixsocket import bind_private, claim_path
 
 UNIX = "unix:"
 
@@ -66,7 +65,7 @@ class MetricsEndpoint:
         self._thread: threading.Thread
         try:
             if self._path:
-                _clear(self._path)
+                claim_path(self._path)
                 self._server = _UnixServer(self._path)
                 self._server.set_app(make_wsgi_app(metrics.registry))
                 self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
@@ -90,14 +89,6 @@ class MetricsEndpoint:
         if self._path:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self._path)
-
-
-def _clear(path: str) -> None:
-    """Remove a socket that nobody listens at any more. Raises OSError, ConfigError."""
-    with contextlib.suppress(FileNotFoundError, ConnectionRefusedError), socket.socket(socket.AF_UNIX) as probe:
-        probe.connect(path)
-        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
-    clear_path(path)
 
 
 def check_address(address: str) -> None:

@@ -59,6 +59,25 @@ def holder_of(root: str, name: str = "lock") -> tuple[bool, int]:
         os.close(fd)
 
 
+def oom_score(wanted: str) -> str:
+    """Set how readily the kernel ends this process when memory runs out (proc_pid_oom_score_adj(5)); what it was before."""
+    try:
+        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
+            before = file.read().strip()
+            file.seek(0)
+            file.write(wanted)
+    except OSError:  # not root
+        return wanted
+    return before
+
+
+def outlive() -> None:
+    """For a process that keeps mounts: it ends with these, not with a terminal or a unit, and last where memory runs out."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    oom_score("-900")
+
+
 def settle() -> None:
     """Take modules and tables out of garbage collection, which stops everybody each time it goes through them.
 

@@ -65,6 +65,15 @@ def build(cls: type[T], raw: object, where: str, *, skip: frozenset[str] = froze
     return cls(**values)
 
 
+def check_ranges(config: object, where: str, **bounds: tuple[float, float]) -> None:
+    """Raises :class:`ConfigError` for the first field named in ``bounds`` that is outside its (lowest, highest) value."""
+    for name, (low, high) in bounds.items():
+        value = getattr(config, name)
+        if not low <= value <= high:  # nor is NaN
+            least, most = (str(number) if isinstance(number, int) else f"{number:g}" for number in (low, high))
+            raise ConfigError(f"{where}.{name} must be between {least} and {most}, not {value!r}")
+
+
 def _convert(where: str, value: object, default: object) -> Any:
     """``value`` as the type of ``default``."""
     if isinstance(default, tuple | frozenset):

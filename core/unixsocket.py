@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import stat
@@ -11,6 +12,8 @@ from weenv.core.errors import ConfigError
 
 _CREDENTIALS = struct.Struct("iII")
 """struct ucred: pid, uid, gid."""
+NOBODY = (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)
+"""What connecting raises where nobody listens: there is no such name, or what has it is a dead process's, or no socket."""
 
 
 def bind_private(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
@@ -41,10 +44,35 @@ def connected(path: str, patience: float, kind: int = socket.SOCK_STREAM) -> soc
     return made
 
 
+def listens(path: str) -> bool:
+    """Whether somebody listens at ``path``, also one who is too busy to accept, or takes connections of another kind.
+
+    Never waits. Raises OSError where that cannot be told, such as PermissionError.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK) as probe:
+        try:
+            probe.connect(path)
+        except NOBODY:
+            return False
+        except BlockingIOError:  # as many wait to be accepted as may (unix(7))
+            return True
+        except OSError as error:
+            if error.errno != errno.EPROTOTYPE:
+                raise
+    return True
+
+
 def is_trusted(peer: socket.socket) -> bool:
     """Whether who connected (unix(7), SO_PEERCRED) is root or the user that this process is."""
     uid: int = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return uid in (0, os.geteuid())
+
+
+def claim_path(path: str) -> None:
+    """As :func:`clear_path`, where nobody knows whether the socket is dead. Raises OSError (EADDRINUSE) where it is not."""
+    if listens(path):
+        raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
+    clear_path(path)
 
 
 def clear_path(path: str) -> None:
@@ -57,7 +85,7 @@ def clear_path(path: str) -> None:
     os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise ConfigError(f"{path} exists and is no socket")
+            raise ConfigError(f"{path} exists and is no socket", hint="remove it, or choose another path")
         os.unlink(path)
     except FileNotFoundError:
         pass

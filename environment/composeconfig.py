@@ -26,9 +26,7 @@ class ComposeConfig:
     def __post_init__(self) -> None:
         if self.not_lazy not in (CONVERT, UNPACK, REFUSE):
             raise ConfigError(f"compose.not_lazy must be convert, unpack or refuse, not {self.not_lazy!r}")
-        for name in ("converted_limit", "max_layer"):
-            if not 0 < getattr(self, name) <= 1 << 40:
-                raise ConfigError(f"compose.{name} must be between 1 and {1 << 40}, not {getattr(self, name)}")
+        settings.check_ranges(self, "compose", converted_limit=(1, 1 << 40), max_layer=(1, 1 << 40))
 
 
 def compose_config(tables: dict[str, Any]) -> ComposeConfig:

@@ -10,30 +10,24 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from weenv.core import procfs
+
 LEASE_PREFIX = "weenv-compose-"
 """What the names of our leases begin with."""
 LEASE_LABEL = "dev.weenv.owner"
 """Label of a lease: who it is for, as :func:`lease_mark` gives it."""
 
-_BOOT = "/proc/sys/kernel/random/boot_id"
 _MAX_PID = 1 << 31
 
 
-def _fields(pid: int) -> list[str]:
-    """What proc(5) says of a process from its state, field 3, on."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        return file.read().rpartition(b")")[2].decode().split()
-
-
 def _place() -> str:
-    with open(_BOOT) as file:
-        return f"{file.read().strip()} {os.stat('/proc/self/ns/pid').st_ino}"
+    return f"{procfs.boot_id()} {os.stat('/proc/self/ns/pid').st_ino}"
 
 
 def mark(pid: int | None = None) -> str:
     """The mark of a process, this one by default."""
     number = os.getpid() if pid is None else pid
-    return f"{number} {_fields(number)[19]} {_place()}"
+    return f"{number} {procfs.stat(number).start} {_place()}"
 
 
 def is_gone(text: str) -> bool:
@@ -54,9 +48,9 @@ def _has_ended(pid: int, start: str) -> bool:
     if not 0 < pid < _MAX_PID:
         return True
     try:
-        fields = _fields(pid)
-        return fields[19] != start or fields[0] in ("Z", "X")
-    except (OSError, IndexError):
+        found = procfs.stat(pid)
+        return str(found.start) != start or found.dead
+    except OSError:
         pass
     try:
         os.kill(pid, 0)

@@ -14,6 +14,8 @@ import signal
 import time
 from collections.abc import Iterator
 
+from weenv.core import procfs
+
 ROOT = "/sys/fs/cgroup"
 MARKER = "WEENV_EXEC"
 """Variable that every added process gets, with its id as the value."""
@@ -70,14 +72,13 @@ def members(group: str) -> set[int]:
     return found
 
 
-def _stat(pid: int) -> tuple[str, int, int] | None:
-    """(state, parent, session) of a process, or None where it is gone."""
+def _living(pid: int) -> procfs.Stat | None:
+    """What is known of a process, or None where it has ended."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0].decode(), int(fields[1]), int(fields[3])
-    except (OSError, ValueError, IndexError):
+        found = procfs.stat(pid)
+    except OSError:
         return None
+    return None if found.dead else found
 
 
 def _marked(pid: int, marker: bytes) -> bool:
@@ -90,12 +91,12 @@ def _marked(pid: int, marker: bytes) -> bool:
 
 def family(leader: int, everyone: set[int], marker: str) -> set[int]:
     """Those of ``everyone`` that came from ``leader``; the dead are left out."""
-    known = {pid: found for pid in everyone | {leader} if (found := _stat(pid)) is not None and found[0] not in "ZX"}
+    known = {pid: found for pid in everyone | {leader} if (found := _living(pid)) is not None}
     text = f"{MARKER}={marker}".encode()
-    chosen = {pid for pid in known if pid == leader or known[pid][2] == leader or _marked(pid, text)}
+    chosen = {pid for pid in known if pid == leader or known[pid].session == leader or _marked(pid, text)}
     grown = True
     while grown:
-        more = {pid for pid, (_, parent, _) in known.items() if parent in chosen} - chosen
+        more = {pid for pid, found in known.items() if found.parent in chosen} - chosen
         chosen |= more
         grown = bool(more)
     return chosen

@@ -7,6 +7,7 @@ nodes, one for each containerd line, and they are gone when the module ends.
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import shutil
 import signal
@@ -16,17 +17,20 @@ from collections.abc import Iterator
 import docker
 import pytest
 
+from weenv_testkit import notlazy
 from weenv_testkit.blobfsproc import Blobfs, running
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.dockerd import NAMESPACE, Dockerd
 from weenv_testkit.elastic import Elastic
 from weenv_testkit.node import SNAPSHOTTER, Node
+from weenv_testkit.notlazy import REPOSITORY, Publisher
 from weenv_testkit.procs import Failed, mounts_under, processes_of, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.running import Bench, make_plan
 from weenv_testkit.store import Store
 
 LINES = ("1.7", "2.1")
+_COUNTER = itertools.count()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -137,6 +141,15 @@ def module_node(line: str, home: str, registry: Registry, store: Store) -> Itera
 
 
 @pytest.fixture
+def here(home: str) -> Iterator[str]:
+    """A directory of the test's own, gone afterwards."""
+    path = os.path.join(home, f"h{next(_COUNTER)}")
+    os.mkdir(path)
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
 def node(module_node: Node) -> Iterator[Node]:
     """The module's node; an unexpected warning, error or traceback in our daemons' logs fails the test."""
     yield module_node
@@ -162,6 +175,26 @@ def module_elastic(module_bench: Bench) -> Iterator[Elastic]:
     """The elastic daemon on the module's node; tests ask for their module's ``elastic``."""
     with Elastic(module_bench) as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def publish(store: Store, registry: Registry) -> Publisher:
+    """Groups that are in the lazy format, or not."""
+    return Publisher(store, registry)
+
+
+@pytest.fixture(scope="module")
+def repository(publish: Publisher) -> str:
+    """A group in the lazy format, to stack others on."""
+    return publish.lazy("repository", publish.layer("repository", REPOSITORY))
+
+
+@pytest.fixture(scope="module")
+def plain_groups(module_node: Node, home: str) -> Iterator[notlazy.Bench]:
+    """The commands that meet groups not in the lazy format, on the module's node; tests ask for their module's ``bench``."""
+    bench = notlazy.Bench(module_node, home)
+    yield bench
+    bench.call("rm", "--all", "--force")
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import glob
-import itertools
 import mmap
 import os
 import random
@@ -37,7 +36,6 @@ from weenv_testkit.tocs import Node, directory, golden_tree, make_toc, toc_from_
 from weenv_testkit.trees import differences, read_tree
 
 pytestmark = pytest.mark.root
-_counter = itertools.count()
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -46,15 +44,6 @@ def no_loop_devices() -> Iterator[None]:
     before = set(glob.glob("/sys/block/loop*/loop/backing_file"))
     yield
     assert set(glob.glob("/sys/block/loop*/loop/backing_file")) <= before
-
-
-@pytest.fixture
-def here(home: str) -> Iterator[str]:
-    """A directory of the test's own, gone afterwards."""
-    path = os.path.join(home, f"e{next(_counter)}")
-    os.mkdir(path)
-    yield path
-    shutil.rmtree(path)
 
 
 def write(path: str, data: bytes | bytearray) -> str:

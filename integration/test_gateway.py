@@ -26,7 +26,7 @@ from weenv_testkit.containerd import Containerd
 from weenv_testkit.corpus import noise
 from weenv_testkit.images import Member, write_tar
 from weenv_testkit.node import SNAPSHOTTER, Node
-from weenv_testkit.procs import Failed, Process, run
+from weenv_testkit.procs import Failed, Process, clean_environment, run
 from weenv_testkit.registry import Registry, free_port
 from weenv_testkit.skopeo import skopeo
 from weenv_testkit.store import Store
@@ -47,8 +47,7 @@ class Gateway:
         self._process: Process | None = None
 
     def start(self) -> None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("WEENV_", "PYTEST_"))}
-        self._process = Process("weenv gateway", self._argv, self.log, environment)
+        self._process = Process("weenv gateway", self._argv, self.log, clean_environment())
         self._process.wait_ready(self._answers)
 
     def _answers(self) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -12,31 +11,13 @@ from weenv.environment.notlazy import LABEL
 from weenv_testkit.corpus import noise
 from weenv_testkit.images import Member, xattr
 from weenv_testkit.node import Node
-from weenv_testkit.notlazy import ACL, REPOSITORY, SCRIPT, Bench, Publisher, expected, harness
+from weenv_testkit.notlazy import ACL, SCRIPT, Bench, Publisher, expected, harness
 from weenv_testkit.registry import Registry
-from weenv_testkit.store import Store
-
-
-@pytest.fixture(scope="module")
-def publish(store: Store, registry: Registry) -> Publisher:
-    return Publisher(store, registry)
-
-
-@pytest.fixture(scope="module")
-def repository(publish: Publisher) -> str:
-    return publish.lazy("repository", publish.layer("repository", REPOSITORY))
-
-
-@pytest.fixture(scope="module")
-def module_bench(module_node: Node, home: str) -> Iterator[Bench]:
-    bench = Bench(module_node, home)
-    yield bench
-    bench.call("rm", "--all", "--force")
 
 
 @pytest.fixture
-def bench(module_bench: Bench, node: Node) -> Bench:
-    return module_bench
+def bench(plain_groups: Bench, node: Node) -> Bench:
+    return plain_groups
 
 
 def test_it_is_converted_once_and_everything_says_so(

@@ -11,7 +11,6 @@ import os
 import pty
 import signal
 import subprocess
-from collections.abc import Iterator
 
 import pytest
 
@@ -20,10 +19,9 @@ from weenv.environment.node import load
 from weenv_testkit.corpus import noise
 from weenv_testkit.images import Member
 from weenv_testkit.node import Node
-from weenv_testkit.notlazy import REPOSITORY, SCRIPT, Bench, Publisher, expected, harness
+from weenv_testkit.notlazy import SCRIPT, Bench, Publisher, expected, harness
 from weenv_testkit.procs import wait_until
 from weenv_testkit.registry import Registry
-from weenv_testkit.store import Store
 
 
 @pytest.fixture(scope="module", params=["2.1"])
@@ -31,26 +29,9 @@ def line(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
-@pytest.fixture(scope="module")
-def publish(store: Store, registry: Registry) -> Publisher:
-    return Publisher(store, registry)
-
-
-@pytest.fixture(scope="module")
-def repository(publish: Publisher) -> str:
-    return publish.lazy("repository", publish.layer("repository", REPOSITORY))
-
-
-@pytest.fixture(scope="module")
-def module_bench(module_node: Node, home: str) -> Iterator[Bench]:
-    bench = Bench(module_node, home)
-    yield bench
-    bench.call("rm", "--all", "--force")
-
-
 @pytest.fixture
-def bench(module_bench: Bench, node: Node) -> Bench:
-    return module_bench
+def bench(plain_groups: Bench, node: Node) -> Bench:
+    return plain_groups
 
 
 def test_ended_and_killed_in_the_middle_of_a_conversion(bench: Bench, publish: Publisher, repository: str) -> None:

@@ -27,7 +27,7 @@ from weenv.plugin.nri.wire.messages import Limits, Update
 from weenv_testkit import tools
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.cri import Cri, Pod
-from weenv_testkit.procs import Failed, Process, wait_until
+from weenv_testkit.procs import Failed, Process, clean_environment, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
@@ -162,8 +162,8 @@ def serving(node: Node, *command: str, settings: str = "", ends: int = 0) -> Ite
         file.write(f'[nri]\nsocket = "{node.containerd.nri_socket}"\nnamespaces = ["managed"]\n{settings}')
     with contextlib.suppress(FileNotFoundError):
         os.unlink(log)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("WEENV_", "PYTEST_"))}
-    process = Process("weenv nri", [*tools.weenv(), *(command or ("nri", "serve")), "--config", config], log, environment)
+    argv = [*tools.weenv(), *(command or ("nri", "serve")), "--config", config]
+    process = Process("weenv nri", argv, log, clean_environment())
     try:
         process.wait_ready(lambda: "registered with containerd" in process.log_text(), 30)
         yield process

@@ -55,15 +55,6 @@ def rig(request: pytest.FixtureRequest, workdir: str) -> Iterator[Rig]:
     shutil.rmtree(path)
 
 
-@pytest.fixture
-def here(home: str) -> Iterator[str]:
-    """A directory of the test's own, gone afterwards."""
-    path = os.path.join(home, f"p{next(_counter)}")
-    os.mkdir(path)
-    yield path
-    shutil.rmtree(path)
-
-
 @pytest.fixture(scope="module")
 def rich(home: str) -> Iterator[tuple[str, str]]:
     """(what GNU tar extracts, the tar) of a tree with everything that GNU tar can carry."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
+from weenv.core import settings
 from weenv.core.errors import ConfigError
 from weenv.registry.reference import api_host, check_host
 
@@ -70,14 +71,13 @@ class RegistryConfig:
     def __post_init__(self) -> None:
         for host in (*self.plain_http, *self.tls, *self.allow_sources):
             check_host(host)
-        for name, low, high in (
-            ("connect_timeout", 0.01, 3600), ("stall_timeout", 0.01, 3600), ("deadline", 0.01, 86400), ("min_rate", 1, 1 << 40),
-            ("attempts", 1, 10_000), ("retry_delay", 0, 3600), ("max_retry_delay", 0, 3600), ("max_retry_after", 0, 86400),
-            ("slow_after", 0.01, 3600), ("race_after", 0, 3600), ("mirror_rest", 0, 86400), ("max_skip", 0, 1 << 50),
-            ("connections_per_host", 1, 10_000), ("read_buffer", 4096, 1 << 30),
-        ):  # fmt: skip
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"registry.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+        settings.check_ranges(
+            self, "registry",
+            connect_timeout=(0.01, 3600), stall_timeout=(0.01, 3600), deadline=(0.01, 86400), min_rate=(1, 1 << 40),
+            attempts=(1, 10_000), retry_delay=(0, 3600), max_retry_delay=(0, 3600), max_retry_after=(0, 86400),
+            slow_after=(0.01, 3600), race_after=(0, 3600), mirror_rest=(0, 86400), max_skip=(0, 1 << 50),
+            connections_per_host=(1, 10_000), read_buffer=(4096, 1 << 30),
+        )  # fmt: skip
 
     def is_configured(self, host: str) -> bool:
         """True where a setting names ``host``, with its port or without: the operator knows it."""

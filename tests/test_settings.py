@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -104,3 +106,12 @@ def test_the_configuration_page_is_the_one_the_code_makes() -> None:
         assert file.read() == made.stdout, "run .venv/bin/python docs/make_configuration.py"
     assert "|  |" not in made.stdout, "every setting says what it is"
     assert "## `[run]`" in made.stdout and "builder_memory" in made.stdout and "allow_sources" in made.stdout
+
+
+def test_the_first_value_out_of_its_range_is_named() -> None:
+    config = SnapshotterConfig()
+    settings.check_ranges(config, "snapshotter", builders=(1, 2), layer_grace=(0.0, 1e9))
+    with pytest.raises(ConfigError, match=r"^snapshotter\.builders must be between 3 and 1048576, not 2$"):
+        settings.check_ranges(config, "snapshotter", layer_grace=(0.0, 600.0), builders=(3, 1 << 20), builder_memory=(1, 2))
+    with pytest.raises(ConfigError, match=r"^x\.rate must be between 0\.5 and 1e\+06, not nan$"):
+        settings.check_ranges(SimpleNamespace(rate=math.nan), "x", rate=(0.5, 1e6))

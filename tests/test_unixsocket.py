@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from weenv.core.unixsocket import bind_private
+from weenv.core.errors import ConfigError
+from weenv.core.unixsocket import bind_private, claim_path, listens
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
@@ -32,3 +33,34 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "s").touch()
     with pytest.raises(OSError, match="in use"):
         bind_private(str(tmp_path / "s"))
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_who_listens(tmp_path: Path, kind: int) -> None:
+    path = str(tmp_path / "s")
+    assert not listens(path) and not listens(f"{path}/below")
+    with bind_private(path, kind) as made:
+        made.listen(0)
+        for _ in range(3):  # from the second on, the queue is full
+            assert listens(path)
+    assert not listens(path) and os.path.exists(path)
+    (tmp_path / "file").touch()
+    assert not listens(str(tmp_path / "file")) and not listens(f"{tmp_path}/file/below")
+    with pytest.raises(OSError, match="too long"):
+        listens("/" + "x" * 200)
+
+
+def test_only_a_dead_socket_makes_room(tmp_path: Path) -> None:
+    path = str(tmp_path / "run" / "s")
+    claim_path(path)
+    assert stat.S_IMODE(os.stat(tmp_path / "run").st_mode) == 0o700
+    with bind_private(path) as made:
+        made.listen()
+        with pytest.raises(OSError, match="in use"):
+            claim_path(path)
+        assert os.path.exists(path)
+    claim_path(path)
+    assert not os.path.exists(path)
+    (tmp_path / "run" / "s").touch()
+    with pytest.raises(ConfigError, match="is no socket"):
+        claim_path(path)

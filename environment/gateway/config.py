@@ -69,12 +69,11 @@ class GatewayConfig:
             raise ConfigError(f"gateway.blobs must be auto, redirect or proxy, not {self.blobs!r}")
         if bool(self.tls_certificate) != bool(self.tls_key):
             raise ConfigError("gateway.tls_certificate and gateway.tls_key go together")
-        for name, low, high in (
-            ("max_age", 0.0, 1e9), ("keep_images", 1, 1_000_000), ("keep_bytes", 1 << 20, 1 << 40),
-            ("max_plan", 1 << 10, 64 << 20), ("requests", 1, 100_000), ("client_stall", 0.1, 1e6),
-        ):  # fmt: skip
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"gateway.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+        settings.check_ranges(
+            self, "gateway",
+            max_age=(0.0, 1e9), keep_images=(1, 1_000_000), keep_bytes=(1 << 20, 1 << 40), max_plan=(1 << 10, 64 << 20),
+            requests=(1, 100_000), client_stall=(0.1, 1e6),
+        )  # fmt: skip
         for source in self.plans:
             if not source.startswith("/"):
                 _check_place("plans", source, 'name a directory ("/etc/weenv/plans") or a registry ("registry.example/plans")')

@@ -29,6 +29,7 @@ from weenv_testkit.procs import (
     end_processes,
     processes_of,
     run,
+    text_of,
     unmount_under,
     wait_until,
 )
@@ -161,8 +162,7 @@ class Containerd:
 
     def log_text(self) -> str:
         """The daemon's log since the first start."""
-        with open(self.log, errors="replace") as file:
-            return file.read()
+        return text_of(self.log)
 
     def close(self) -> None:
         """End containers, daemon, shims and mounts, whatever state they are in. The directory stays."""

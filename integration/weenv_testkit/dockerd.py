@@ -17,7 +17,7 @@ import docker
 
 from weenv_testkit import tools
 from weenv_testkit.containerd import Containerd
-from weenv_testkit.procs import Failed, Process, connects, end_processes, processes_of, run, unmount_under
+from weenv_testkit.procs import Failed, Process, connects, end_processes, processes_of, run, text_of, unmount_under
 
 NAMESPACE = "moby"
 """containerd's namespace of docker's images and containers."""
@@ -125,8 +125,7 @@ class Dockerd:
 
     def log_text(self) -> str:
         """The daemon's log since the first start."""
-        with open(self.log, errors="replace") as file:
-            return file.read()
+        return text_of(self.log)
 
     def close(self) -> None:
         """End containers and daemon and unmount what it mounted, whatever state they are in. The directory stays."""

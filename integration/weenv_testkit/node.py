@@ -19,10 +19,12 @@ from weenv_testkit.cri import Cri
 from weenv_testkit.procs import (
     Failed,
     Process,
+    clean_environment,
     connects,
     end_processes,
     mounts_under,
     processes_of,
+    text_of,
     unmount_under,
     wait_until,
 )
@@ -55,8 +57,7 @@ class Daemon:
     def spawn(self) -> Process:
         """Start it, not waiting for anything."""
         argv = [*tools.weenv(), self.name, "serve", "--config", self.config]
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("WEENV_", "PYTEST_"))}
-        self._process = Process(f"weenv {self.name}", argv, self.log, environment)
+        self._process = Process(f"weenv {self.name}", argv, self.log, clean_environment())
         return self._process
 
     @property
@@ -85,11 +86,7 @@ class Daemon:
 
     def log_text(self) -> str:
         """Everything that it logged."""
-        try:
-            with open(self.log, errors="replace") as file:
-                return file.read()
-        except FileNotFoundError:
-            return ""
+        return text_of(self.log)
 
     def new_complaints(self) -> list[str]:
         """Loud lines since the last call."""

@@ -32,6 +32,15 @@ def wait_until(what: str, check: Callable[[], T], timeout: float = 20, interval:
         time.sleep(interval)
 
 
+def text_of(log: str) -> str:
+    """What a log holds so far; empty before there is one."""
+    try:
+        with open(log, errors="replace") as file:
+            return file.read()
+    except FileNotFoundError:
+        return ""
+
+
 def connects(path: str) -> bool:
     """True where something listens on the unix socket ``path``."""
     with socket.socket(socket.AF_UNIX) as probe:
@@ -40,6 +49,11 @@ def connects(path: str) -> bool:
         except OSError:
             return False
         return True
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's variables, without those that are the tests' own."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("WEENV_", "PYTEST_"))}
 
 
 class Process:
@@ -73,8 +87,7 @@ class Process:
 
     def log_text(self) -> str:
         """What it has written so far."""
-        with open(self.log, errors="replace") as file:
-            return file.read()
+        return text_of(self.log)
 
     def wait_ready(self, check: Callable[[], object], timeout: float = 20) -> None:
         """Wait for ``check``. Raises Failed with the end of the log where the process dies or the time is up."""

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from weenv_testkit import tools
 from weenv_testkit.node import LOUD, Node
-from weenv_testkit.procs import Failed, Process, wait_until
+from weenv_testkit.procs import Failed, Process, clean_environment, text_of, wait_until
 
 DAEMONS = ("blobfs", "snapshotter")
 _SERVING = "weenv.systemd.supervisor: serving"
@@ -25,17 +25,13 @@ class ServedNode(Node):
 
     def spawn(self) -> Process:
         """Start ``weenv serve``, not waiting for anything."""
-        environment = {key: value for key, value in os.environ.items() if not key.startswith(("WEENV_", "PYTEST_"))}
-        self.supervisor = Process("weenv serve", [*tools.weenv(), "serve", "--config", self.config], self.log, environment)
+        argv = [*tools.weenv(), "serve", "--config", self.config]
+        self.supervisor = Process("weenv serve", argv, self.log, clean_environment())
         return self.supervisor
 
     def log_text(self) -> str:
         """What supervisor and daemons have logged."""
-        try:
-            with open(self.log, errors="replace") as file:
-                return file.read()
-        except FileNotFoundError:
-            return ""
+        return text_of(self.log)
 
     def start_daemons(self) -> None:
         """Start ``weenv serve`` and wait until it says that both daemons answer."""

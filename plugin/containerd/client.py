@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import io
 import re
-import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +18,7 @@ import grpc.aio
 
 from weenv.core.errors import WeenvError
 from weenv.core.rights import remedy
+from weenv.core.unixsocket import listens
 from weenv.plugin.containerd.schema import EMPTY, SCHEMA, SNAPSHOTS_METHODS, SNAPSHOTS_SERVICE
 from weenv.plugin.containerd.types import (
     LEASE_HEADER,
@@ -78,17 +78,13 @@ def _translate(error: grpc.aio.AioRpcError, method: str, address: str) -> Contai
                 f"containerd does not reach its plugin at {unheard[1]}", code, hint="start it: weenv snapshotter serve"
             )
         try:
-            if _UNCONNECTED in detail:
-                with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-                    probe.setblocking(False)
-                    probe.connect(address)
+            if _UNCONNECTED in detail and not listens(address):
+                hint = "start containerd, or name its socket: [run] address, or --containerd where a command has it"
+                return ContainerdError(f"nothing listens at {address}", code, hint=hint)
         except PermissionError as denied:
             return ContainerdError(f"cannot connect to {address}: {denied.strerror}", code, hint=remedy(denied))
-        except (FileNotFoundError, ConnectionRefusedError, NotADirectoryError):
-            hint = "start containerd, or name its socket: [run] address, or --containerd where a command has it"
-            return ContainerdError(f"nothing listens at {address}", code, hint=hint)
         except OSError:
-            pass  # there, and busy
+            pass  # nobody can tell
         hint = "is containerd running, and is this its socket?"
     return ContainerdError(f"containerd {method.rsplit('/', 1)[-1]}: {detail}", code, hint=hint)
 

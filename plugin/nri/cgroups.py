@@ -18,6 +18,7 @@ import math
 import os
 from dataclasses import dataclass
 
+from weenv.core import procfs
 from weenv.core.errors import WeenvError
 from weenv.plugin.nri.model import UNLIMITED_MEMORY, CpuSample, MemorySample, Quota, Sample
 
@@ -32,8 +33,6 @@ STAT_EVERY = 2.0
 """Seconds after which ``memory.stat`` is read though nothing calls for it."""
 _STAT_MOVED = 16
 """It is also read where memory has moved by more than one part in so many of the limit, or is within one of it."""
-_EXITING = 0x4
-"""Flag of a process that is ending (include/linux/sched.h, PF_EXITING): it leaves its groups before it is a zombie."""
 _PEEK_NEAR = 8
 """Memory is near its limit when less than one part in so many is left."""
 
@@ -156,10 +155,8 @@ def find(pid: int, *, inside: str = "") -> Paths:
 
 def _has_ended(pid: int) -> bool:
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
-        return fields[0] in (b"Z", b"X") or bool(int(fields[6]) & _EXITING)
-    except (OSError, IndexError, ValueError):
+        return procfs.stat(pid).ending
+    except OSError:
         return True
 
 

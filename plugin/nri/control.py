@@ -19,12 +19,11 @@ import json
 import logging
 import os
 import socket
-import stat
 from typing import Any
 
 from weenv.core.aio import KEEP_NAME
 from weenv.core.errors import ConfigError, WeenvError
-from weenv.core.unixsocket import bind_private
+from weenv.core.unixsocket import bind_private, clear_path, listens
 from weenv.plugin.nri.admission import Request
 from weenv.plugin.nri.controller import Controller
 from weenv.plugin.nri.model import EnvKey, Role
@@ -62,12 +61,9 @@ class Control:
             return
         try:
             os.makedirs(os.path.dirname(path), mode=0o755, exist_ok=True)
-            with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISSOCK(os.lstat(path).st_mode):
-                    raise ConfigError(f"{path} is in the way of the daemon's socket", hint="remove it")
-                if _answers(path):
-                    raise ConfigError(f"another daemon answers at {path}", hint="stop it, or set elastic.serve.socket")
-                os.unlink(path)
+            if listens(path):
+                raise ConfigError(f"another daemon answers at {path}", hint="stop it, or set elastic.serve.socket")
+            clear_path(path)
             self._server = await asyncio.start_unix_server(self._connected, sock=bind_private(path), limit=_MAX_REQUEST)
         except OSError as error:
             raise ConfigError(f"cannot listen on {path}: {error.strerror}", hint="set elastic.serve.socket") from error
@@ -179,15 +175,6 @@ class Control:
             self._controller.hold(key)
             held.add(key)
         return {"waited": round(waited, 3), "start": start}
-
-
-def _answers(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
-        try:
-            probe.connect(path)
-        except OSError:
-            return False
-        return True
 
 
 def _key(request: dict[str, Any]) -> EnvKey:

@@ -47,12 +47,10 @@ class NriConfig:
             raise ConfigError(f"nri.index must be two digits, not {self.index[:40]!r}")
         if not self.socket.startswith("/") or len(self.socket.encode()) > 107:
             raise ConfigError(f"nri.socket must be an absolute path of at most 107 bytes, not {self.socket[:120]!r}")
-        for name, lowest, highest in (
-            ("answer_within", 0.05, 60.0), ("reconnect_after", 0.01, 60.0), ("reconnect_at_most", 0.01, 600.0),
-        ):  # fmt: skip
-            value = getattr(self, name)
-            if not lowest <= value <= highest:
-                raise ConfigError(f"nri.{name} must be between {lowest:g} and {highest:g}, not {value:g}")
+        settings.check_ranges(
+            self, "nri",
+            answer_within=(0.05, 60.0), reconnect_after=(0.01, 60.0), reconnect_at_most=(0.01, 600.0),
+        )  # fmt: skip
 
 
 def from_tables(tables: dict[str, Any], **overrides: Any) -> NriConfig:

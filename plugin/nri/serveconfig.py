@@ -51,9 +51,7 @@ class ServeConfig:
             raise ConfigError("elastic.serve.socket must have at most 107 bytes", hint="the kernel takes no longer path")
         if self.cri_updates not in ("tasks", "cri", "nri"):
             raise ConfigError(f"elastic.serve.cri_updates must be tasks, cri or nri, not {self.cri_updates!r}")
-        for name, low, high in (("list_every", 0.1, 86400.0), ("log_bytes", 1 << 16, 1 << 40)):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"elastic.serve.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+        settings.check_ranges(self, "elastic.serve", list_every=(0.1, 86400.0), log_bytes=(1 << 16, 1 << 40))
 
 
 def from_tables(tables: dict[str, Any], **overrides: Any) -> ServeConfig:

@@ -70,16 +70,11 @@ class SnapshotterConfig:
                     hint="overlay mount options cannot hold such a path",
                 )
             object.__setattr__(self, name, value.rstrip("/") or "/")
-        for name, low, high in (
-            ("resolve_timeout", 0.1, 3600.0),
-            ("builders", 1, 64),
-            ("builder_memory", 0, 1 << 50),
-            ("layer_grace", 0.0, 1e9),
-            ("complete_check", 0.05, 1e6),
-            ("cleanup_delay", 0.0, 3600.0),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"snapshotter.{name} must be between {low:g} and {high:g}, not {getattr(self, name)!r}")
+        settings.check_ranges(
+            self, "snapshotter",
+            resolve_timeout=(0.1, 3600.0), builders=(1, 64), builder_memory=(0, 1 << 50), layer_grace=(0.0, 1e9),
+            complete_check=(0.05, 1e6), cleanup_delay=(0.0, 3600.0),
+        )  # fmt: skip
         if 0 < self.builder_memory < 256 << 20:
             raise ConfigError(f"snapshotter.builder_memory must be 0 or at least {256 << 20}, not {self.builder_memory}")
         if self.transport not in ("builtin", "grpcio"):

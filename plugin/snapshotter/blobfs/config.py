@@ -47,12 +47,11 @@ class CacheConfig:
     """Interval at which the bounds are looked at."""
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("high", 0, 1 << 60), ("low", 0, 1 << 60), ("disk_high", 0.01, 1), ("disk_low", 0.01, 1), ("keep", 0, 1 << 60),
-            ("interval", 0.01, 3600),
-        ):  # fmt: skip
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"blobfs.cache.{name} must be between {low} and {high:g}, not {getattr(self, name)!r}")
+        settings.check_ranges(
+            self, "blobfs.cache",
+            high=(0, 1 << 60), low=(0, 1 << 60), disk_high=(0.01, 1), disk_low=(0.01, 1), keep=(0, 1 << 60),
+            interval=(0.01, 3600),
+        )  # fmt: skip
         if self.low > self.high or self.disk_low > self.disk_high:
             name = "low" if self.low > self.high else "disk_low"
             raise ConfigError(f"blobfs.cache.{name} must not be greater than {name.replace('low', 'high')}")
@@ -103,13 +102,12 @@ class BlobfsConfig:
             value = getattr(self, name)
             if not value.startswith("/") or "\0" in value:
                 raise ConfigError(f"blobfs.{name} must be an absolute path, not {value!r}")
-        for name, low, high in (
-            ("threads", 1, 64), ("decoders", 1, 64), ("parallelism", 1, 256), ("range_max", 4096, 1 << 30),
-            ("deadline", 0.1, 86400), ("window_max", 0, 1 << 30), ("neighbours", 0, 10), ("read_ahead_kb", 0, 1 << 20),
-            ("idle", 1, 1e9), ("sync", 0.1, 1e9), ("layers_memory", 1 << 20, 1 << 40),
-        ):  # fmt: skip
-            if not low <= getattr(self, name) <= high:
-                raise ConfigError(f"blobfs.{name} must be between {low} and {high:g}, not {getattr(self, name)!r}")
+        settings.check_ranges(
+            self, "blobfs",
+            threads=(1, 64), decoders=(1, 64), parallelism=(1, 256), range_max=(4096, 1 << 30), deadline=(0.1, 86400),
+            window_max=(0, 1 << 30), neighbours=(0, 10), read_ahead_kb=(0, 1 << 20), idle=(1, 1e9), sync=(0.1, 1e9),
+            layers_memory=(1 << 20, 1 << 40),
+        )  # fmt: skip
 
 
 def from_table(raw: object) -> BlobfsConfig:

@@ -25,7 +25,6 @@ import fcntl
 import json
 import os
 import select
-import signal
 import socket
 import subprocess
 import sys
@@ -33,7 +32,8 @@ import time
 from typing import Any
 
 from weenv.core.errors import ConfigError, MountError
-from weenv.core.unixsocket import bind_private, connected, is_trusted
+from weenv.core.process import outlive
+from weenv.core.unixsocket import NOBODY, bind_private, connected, is_trusted
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 
 _PACKET = 64 << 10
@@ -188,6 +188,11 @@ def _connect(path: str) -> socket.socket:
     return connected(path, _ANSWER, socket.SOCK_SEQPACKET)
 
 
+def _mute(path: str) -> ConfigError:
+    hint = "is it stopped, or the machine too busy? with the process killed, its mount is lost to who reads from it"
+    return ConfigError(f"the holder at {path} does not answer", hint=hint)
+
+
 def attach(path: str) -> tuple[HolderClient, int, MountState] | None:
     """Get the descriptors from the holder at ``path``; None where none answers.
 
@@ -196,8 +201,10 @@ def attach(path: str) -> tuple[HolderClient, int, MountState] | None:
     """
     try:
         connection = _connect(path)
-    except (FileNotFoundError, ConnectionRefusedError):
+    except NOBODY:
         return None
+    except BlockingIOError as error:  # as many wait for it already as may
+        raise _mute(path) from error
     fds: list[int] = []
     try:
         connection.send(_pack({"op": "attach", "pid": os.getpid()}))
@@ -215,8 +222,7 @@ def attach(path: str) -> tuple[HolderClient, int, MountState] | None:
         for fd in fds:
             os.close(fd)
         if isinstance(error, TimeoutError):  # it is there, and has the mount: another one would take the place of it
-            hint = "is it stopped, or the machine too busy? with the process killed, its mount is lost to who reads from it"
-            raise ConfigError(f"the holder at {path} does not answer", hint=hint) from error
+            raise _mute(path) from error
         if isinstance(error, OSError | ValueError):
             return None
         raise
@@ -277,10 +283,7 @@ def main() -> None:
     parser.add_argument("--socket", required=True)
     parser.add_argument("--mountpoint", required=True)
     options = parser.parse_args()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with the mount, not with the terminal or the unit
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("-900")
+    outlive()
     for fd in (options.fuse, options.nodes):
         os.set_inheritable(fd, False)
     attached = socket.socket(fileno=options.attached)

@@ -45,6 +45,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from weenv.core import procfs
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import FormatError
 from weenv.layer.limits import DEFAULT_LIMITS
@@ -71,9 +72,8 @@ _DATA: Final = "data"
 
 
 def boot_id() -> bytes:
-    """16 bytes that name the running boot (``/proc/sys/kernel/random/boot_id``)."""
-    with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-        return bytes.fromhex(file.read().strip().replace("-", ""))
+    """16 bytes that name the running boot."""
+    return bytes.fromhex(procfs.boot_id().replace("-", ""))
 
 
 def _header(sizes: bytes, stream_size: int, boot: bytes, verdict: int, solid: bool) -> bytes:

@@ -36,14 +36,15 @@ import logging
 import mmap
 import os
 import select
-import signal
 import socket
 import sys
 import time
 from typing import Any, Final
 
 from weenv.core import log as logs
+from weenv.core import procfs
 from weenv.core.errors import FormatError
+from weenv.core.process import outlive
 from weenv.core.unixsocket import bind_private, is_trusted
 
 log = logging.getLogger(__name__)
@@ -65,11 +66,10 @@ def pack(message: dict[str, Any]) -> bytes:
 def start_time(pid: int) -> int:
     """When a process began, in ticks since boot; with its id it names a process for good. 0 where there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            fields = file.read().rpartition(b")")[2].split()
+        found = procfs.stat(pid)
     except OSError:
         return 0
-    return 0 if fields[0] in (b"Z", b"X") else int(fields[19])
+    return 0 if found.dead else found.start
 
 
 # the host
@@ -245,10 +245,7 @@ def main() -> None:
     except ImportError as error:
         sys.exit(f"pyfuse3 cannot be imported: {error}")
     pyfuse3.asyncio.enable()
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # it ends with its mounts, not with a terminal or a unit
-    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
-        file.write("-900")
+    outlive()
     gc.collect()
     gc.freeze()
     try:

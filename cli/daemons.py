@@ -92,11 +92,19 @@ def snapshotter_serve(
     Example:
       weenv snapshotter serve --config /etc/weenv/config.toml --log-format json
     """
-    from weenv.core.process import settle
-    from weenv.plugin.snapshotter import config, daemon
+    from weenv.systemd import lobby, notify
 
     start_logging(ctx, log_level, log_format)
-    asyncio.run(daemon.serve(config.load(config_path, root=root, socket=socket), ready=settle))
+    passed = notify.inherited()
+    with lobby.attended(passed, "snapshotter") as hand_over:  # first, for what follows takes a while
+        from weenv.core.process import settle
+        from weenv.plugin.snapshotter import config, daemon
+
+        def ready() -> None:
+            hand_over()
+            settle()
+
+        asyncio.run(daemon.serve(config.load(config_path, root=root, socket=socket), ready=ready, passed=passed))
 
 
 @click.group()
@@ -135,22 +143,29 @@ def blobfs_serve(
 def blobfs_stop(ctx: click.Context, config_path: str, force: bool) -> None:
     """End the server and take its mount away, where no container depends on it.
 
-    Refused while weenv serve runs, which would start blobfs again at once. With --force, it does so, with another mount.
+    Refused while weenv serve or a service of systemd runs it, which would start it again at once. With --force, that does
+    so, with another mount.
 
     \b
     Example:
       weenv blobfs stop
     """
     from weenv.core.errors import ConfigError
-    from weenv.plugin.snapshotter.blobfs import config, daemon
+    from weenv.plugin.snapshotter.blobfs import config, daemon, holder
     from weenv.systemd import supervisor
+    from weenv.systemd.unit import service_of
 
     found = config.load(config_path)
     end = time.monotonic() + (0 if force else _ENDING)
     while (above := supervisor.running(found.status_socket)) and time.monotonic() < end:
         time.sleep(0.05)
+    hint = "end that first: its SIGTERM stops no container"
+    if not above:
+        pid = (holder.ask(found.holder_socket, {"op": "status"}) or {}).get("server")
+        if pid and (service := service_of(int(pid))) is not None:
+            above, hint = service.name, f"end that first, which stops no container: {service.stop}"
     if above and not force:
-        raise ConfigError(f"{above} starts blobfs again at once", hint="end that first: its SIGTERM stops no container")
+        raise ConfigError(f"{above} starts blobfs again at once", hint=hint)
     stopped = daemon.stop(found, force=force)
     if stopped and above:
         click.echo(f"blobfs has ended; {above} starts it again, with another mount")

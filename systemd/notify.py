@@ -10,7 +10,7 @@ What our daemons look for among the inherited descriptors (``FileDescriptorName=
 name                     what
 =======================  ======================================================================================
 ``snapshotter``          listening stream socket on which ``weenv snapshotter serve`` answers containerd
-``snapshotter-waiting``  (``weenv serve`` only) brings connections that were accepted while there was no snapshotter
+``snapshotter-waiting``  brings connections that were accepted while there was no snapshotter (:mod:`weenv.systemd.lobby`)
 ``blobfs``               listening stream socket on which ``weenv blobfs serve`` tells its status
 ``elastic``              listening stream socket on which ``weenv elastic serve`` is asked for room
 ``gateway``              listening stream socket, TCP or unix, of ``weenv gateway serve``

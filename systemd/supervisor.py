@@ -1,8 +1,8 @@
 """``weenv serve``: the small process above the two daemons; it keeps what must not end with one of them.
 
 - The listening sockets of both. A daemon that is killed, or replaced by a newer version, refuses nobody: whoever connects
-  meanwhile waits until the next one accepts. containerd gives a connection up on which the server has said nothing for a
-  second (grpc-go), so while there is no snapshotter it is greeted here, and its connection given to the next one.
+  meanwhile waits until the next one accepts. containerd is greeted here while there is no snapshotter, and its connection
+  given to the next one (:mod:`weenv.systemd.lobby`).
 - A second copy of the mount's descriptors (blobfs's holder has the first), so that even blobfs and its holder may die together.
 - The daemons themselves: what ends is started again, at once, or later and later (:func:`pause`) if it does not come up.
 
@@ -37,9 +37,10 @@ from typing import Final, NoReturn
 
 from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.log import configure
-from weenv.core.process import holder_of, only_instance
+from weenv.core.process import holder_of, only_instance, oom_score
 from weenv.core.unixsocket import bind_private, clear_path
 from weenv.systemd import notify
+from weenv.systemd.lobby import Lobby, make_channel
 
 log = logging.getLogger("weenv.systemd.supervisor")  # it is run as __main__
 
@@ -50,10 +51,6 @@ _STEADY: Final = 1.0
 _LONGEST: Final = 5.0
 """Seconds between attempts, at most."""
 _KEPT_MAX: Final = 16
-_WAITING_MAX: Final = 128
-"""Connections greeted and not given to a daemon yet; further ones wait to be accepted."""
-_HTTP2_SETTINGS: Final = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""An empty SETTINGS frame, with which an HTTP/2 server begins (RFC 9113, 3.4); more of them may follow at any time."""
 _LOCK: Final = "serve.lock"
 """Beside the sockets."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -71,18 +68,17 @@ def pause(failures: int) -> float:
 class Child:
     """A daemon. ``listener`` and ``kept`` are passed to each of its processes, ``listener`` under the daemon's name.
 
-    With a ``greeting``, who connects while no process is ready is told that, and waits: the connection is sent, once one is
-    ready, over a socket pair (SOCK_SEQPACKET, one descriptor a packet) that the process has as ``<name>-waiting``.
+    With a ``lobby``, who connects while no process is ready is greeted, and waits: the connection is sent, once one is
+    ready, over a channel of which the process has the other end as ``<name>-waiting``.
     """
 
     name: str
     argv: list[str]
     listener: socket.socket | None = None
     kept: dict[str, int] = field(default_factory=dict)
-    greeting: bytes = b""
-    waiting: list[socket.socket] = field(default_factory=list)
+    lobby: Lobby | None = None
     channel: socket.socket | None = None
-    """Our end of the socket pair."""
+    """Our end of it."""
     due: float | None = None
     """``time.monotonic()`` of its next start; None: it runs, or waits for the one before it."""
     pid: int = 0
@@ -107,7 +103,7 @@ class Supervisor:
         self._served = False
         self._stop_at: float | None = None
         self._status = 0
-        self._score = _oom_score("-900")
+        self._score = oom_score("-900")
 
     def run(self) -> int:
         """Until SIGTERM or SIGINT, or until a daemon says at its first start that it cannot work; the exit status."""
@@ -172,8 +168,8 @@ class Supervisor:
         passed = {child.name: child.listener.fileno()} if child.listener is not None else {}
         passed |= child.kept
         theirs = None
-        if child.greeting:
-            child.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK)
+        if child.lobby is not None:
+            child.channel, theirs = make_channel()
             passed[f"{child.name}-waiting"] = theirs.fileno()
         pid = os.fork()
         if pid == 0:
@@ -205,49 +201,31 @@ class Supervisor:
             "LISTEN_FDS": str(len(passed)),
             "LISTEN_FDNAMES": ":".join(passed),
         }
-        _oom_score(self._score)
+        oom_score(self._score)
         os.execve(child.argv[0], child.argv, environment)  # noqa: S606
 
     # -- those who wait ------------------------------------------------------------------------------------------------
 
     def _greet_from_now_on(self, child: Child) -> None:
         """No process of the daemon is ready."""
-        if child.greeting and child.listener is not None:
-            child.listener.setblocking(False)
-            self._by_listener[child.listener.fileno()] = child
-            self._poll.register(child.listener, select.POLLIN)
+        if child.lobby is not None:
+            listener = child.lobby.listener
+            self._by_listener[listener.fileno()] = child
+            self._poll.register(listener, select.POLLIN)
 
     def _greet(self, child: Child) -> None:
-        assert child.listener is not None
-        try:
-            connection, _ = child.listener.accept()
-        except OSError:
-            return  # a process took it
-        connection.setblocking(False)
-        try:
-            connection.send(child.greeting)
-        except OSError:
-            connection.close()  # it is gone again
-            return
-        child.waiting.append(connection)
-        if len(child.waiting) >= _WAITING_MAX:
-            _drop_gone(child.waiting)
-        if len(child.waiting) >= _WAITING_MAX:
+        if child.lobby is not None and not child.lobby.admit():
             self._greet_no_more(child)
 
     def _greet_no_more(self, child: Child) -> None:
-        if child.listener is not None and self._by_listener.pop(child.listener.fileno(), None) is not None:
-            self._poll.unregister(child.listener)
+        if child.lobby is not None and self._by_listener.pop(child.lobby.listener.fileno(), None) is not None:
+            self._poll.unregister(child.lobby.listener)
 
     def _hand_over(self, child: Child) -> None:
         """Give those who wait to the process that is ready."""
         self._greet_no_more(child)
-        for connection in child.waiting:
-            if child.channel is not None:
-                with contextlib.suppress(OSError):  # it is dead again: the caller is told so, as of any connection
-                    socket.send_fds(child.channel, [b"c"], [connection.fileno()])
-            connection.close()
-        child.waiting.clear()
+        if child.lobby is not None:
+            child.lobby.hand_over(child.channel)
 
     # -- what is heard ------------------------------------------------------------------------------------------------
 
@@ -354,29 +332,6 @@ class Supervisor:
         log.log(level, "%s %s: starting it again", child.name, how, extra={"in_seconds": delay} if delay else None)
 
 
-def _drop_gone(connections: list[socket.socket]) -> None:
-    """Close those whose other end is closed: who waits gives up after a while, and comes again."""
-    poll = select.poll()
-    for connection in connections:
-        poll.register(connection, 0)
-    gone = {fd for fd, _ in poll.poll(0)}
-    for connection in [one for one in connections if one.fileno() in gone]:
-        connections.remove(connection)
-        connection.close()
-
-
-def _oom_score(wanted: str) -> str:
-    """Set how readily the kernel ends this process when memory runs out (proc_pid_oom_score_adj(5)); what it was before."""
-    try:
-        with open("/proc/self/oom_score_adj", "r+", encoding="ascii") as file:
-            before = file.read().strip()
-            file.seek(0)
-            file.write(wanted)
-    except OSError:  # not root
-        return wanted
-    return before
-
-
 def _listener(path: str, passed: Sequence[int]) -> socket.socket:
     """Of a service manager above us, or bound here."""
     found = notify.listening_socket(passed)
@@ -417,10 +372,11 @@ def serve(config: str, level: str, style: str, sockets: dict[str, str]) -> int:
                     "--config", config, "--log-level", level, "--log-format", style,
                 ],
                 _listener(sockets[name], passed.pop(name, ())) if name in sockets else None,
-                greeting=_HTTP2_SETTINGS if name == "snapshotter" else b"",
             )
             for name in ("blobfs", "snapshotter")
         ]  # fmt: skip
+        if children[1].listener is not None:
+            children[1].lobby = Lobby(children[1].listener)
         notify.close_all(passed)
         try:
             return Supervisor(children, place).run()

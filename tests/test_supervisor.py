@@ -10,12 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from weenv.systemd import supervisor
 from weenv.systemd.supervisor import pause
 
 PARENT = """
@@ -171,30 +169,6 @@ def test_nobody_else_can_speak_for_a_daemon(place: Place) -> None:
     (_, _, first, _), (_, _, second, _) = place.begun()
     assert second - first > 0.5  # the other one was begun when the first said that it is ready, not before
     assert place.call("one") == "first"
-
-
-def test_those_who_wait_and_leave_take_no_place(tmp_path: Path) -> None:
-    with socket.socket(socket.AF_UNIX) as listener:
-        listener.bind(str(tmp_path / "socket"))
-        listener.listen(8)
-        listener.setblocking(False)
-        child = supervisor.Child("one", [], listener, greeting=b"hello")
-        above = supervisor.Supervisor([child], str(tmp_path))
-        for number in range(300):
-            with socket.socket(socket.AF_UNIX) as client:
-                client.connect(str(tmp_path / "socket"))
-                if number % 2:  # one half leaves before it is greeted, the other then
-                    above._greet(child)
-                    assert client.recv(10) == b"hello"
-            if not number % 2:
-                above._greet(child)
-        assert len(child.waiting) < supervisor._WAITING_MAX
-        with socket.socket(socket.AF_UNIX) as client:
-            client.connect(str(tmp_path / "socket"))
-            above._greet(child)
-            assert client.recv(10) == b"hello"
-        for connection in child.waiting:
-            connection.close()
 
 
 def test_one_that_says_at_the_first_start_that_it_cannot_work_ends_everything(place: Place) -> None:

@@ -8,6 +8,7 @@ with a traceback.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
@@ -21,6 +22,7 @@ import urllib.request
 from collections.abc import Iterator
 
 from weenv.plugin.snapshotter.mounts import mounts_below
+from weenv.systemd.lobby import SETTINGS
 from weenv_testkit import corpus, tools
 from weenv_testkit.procs import processes_of, run, wait_until
 from weenv_testkit.registry import Registry
@@ -185,12 +187,19 @@ def survives(name: str, registry: Registry) -> None:
     say(f"killed: {len(victims)} processes of blobfs while a reader waited; it got its data")
 
     old = pid("snapshotter")
+    lock = os.open("/var/lib/weenv/lock", os.O_RDWR)
     os.kill(old, signal.SIGKILL)
+    fcntl.flock(lock, fcntl.LOCK_EX)  # the next one waits for it, as if its predecessor were still ending
+    with socket.socket(socket.AF_UNIX) as client:
+        client.settimeout(60)
+        client.connect("/run/weenv/snapshotter.sock")
+        assert client.recv(100) == SETTINGS and not active("snapshotter")
+    os.close(lock)
     wait_until("another snapshotter", lambda: pid("snapshotter") not in (0, old) and active("snapshotter"), 60)
-    listed = ("snapshots", "--snapshotter", "weenv", "ls")  # containerd gives up connecting after a second, and tries again
+    listed = ("snapshots", "--snapshotter", "weenv", "ls")  # before it was greeted it may have given up, and tries again
     wait_until("containerd to have it again", lambda: run("/usr/local/bin/ctr", *listed, check=False).count("\n") > 2, 15)
     Reader(name, 1).ends_well()
-    say("killed: the snapshotter; containerd has it again")
+    say("killed: the snapshotter; the next one greets who comes while it starts, and containerd has it again")
 
     before = {daemon: pid(daemon) for daemon in DAEMONS}
     reader = Reader(name, 2)
@@ -220,6 +229,20 @@ def hangs(name: str) -> None:
     for folder in folders:
         shutil.rmtree(folder)
     run("systemctl", "daemon-reload")
+
+
+def stopped() -> None:
+    """blobfs is ended by what runs it; then its mount can be taken away, and the next one makes another."""
+    units = [f"weenv-{daemon}.{kind}" for daemon in ("snapshotter", "blobfs") for kind in ("socket", "service")]
+    run("systemctl", "stop", *units)
+    assert "/run/weenv/blobs" in mounts_below("/run/weenv"), "the holder has it"
+    for point in sorted(mounts_below("/var/lib/weenv"), key=len, reverse=True):
+        run("umount", point)
+    assert "is gone" in weenv("blobfs", "stop")
+    assert "/run/weenv/blobs" not in mounts_below("/run/weenv") and not pid("blobfs")
+    run("systemctl", "start", *units)
+    assert "/run/weenv/blobs" in mounts_below("/run/weenv") and "lazy" in weenv("status")
+    say("stopped: blobfs, and its mount taken away; another one has its own")
 
 
 def again(image: str) -> None:
@@ -254,10 +277,15 @@ def main(storage: str, address: str, image: str, *more: str) -> None:
             survives(name, registry)
             if more:
                 hangs(name)
+            refused = weenv("blobfs", "stop", status=1)
+            assert "weenv-blobfs.service starts blobfs again" in refused and pid("blobfs"), refused
+            assert "systemctl stop weenv-blobfs.socket weenv-blobfs.service" in refused, refused
             refused = weenv("uninstall", status=1)
             assert "1 container" in refused and active("snapshotter"), refused
             Reader(name, 5).ends_well()
             say("uninstall is refused while a container runs")
+        if more:
+            stopped()
         weenv("uninstall")
         after = contents("/etc", "/usr/local")
         changed = {path for path in before.keys() | after.keys() if before.get(path) != after.get(path)}

@@ -79,15 +79,18 @@ async def _lazy_layers(
         yield layers
 
 
-async def serve(config: SnapshotterConfig, *, ready: Callable[[], None] | None = None) -> None:
+async def serve(
+    config: SnapshotterConfig, *, ready: Callable[[], None] | None = None, passed: dict[str, list[int]] | None = None
+) -> None:
     """Serve until SIGTERM, SIGINT or cancellation. ``ready`` is called once requests are answered.
 
     A listening socket called ``snapshotter`` that a service manager passed (:mod:`weenv.systemd.notify`) is served instead of
-    one of our own: then nobody's connection is refused, whatever happens to this process.
+    one of our own: then nobody's connection is refused, whatever happens to this process. ``passed`` is for who has asked
+    for the inherited descriptors already.
 
     Raises :class:`~weenv.core.errors.ConfigError`, :class:`~weenv.core.errors.StorageError`.
     """
-    passed = notify.inherited()
+    passed = notify.inherited() if passed is None else passed
     inherited = notify.listening_socket(passed.pop("snapshotter", ()))
     waiting = next(iter(passed.pop("snapshotter-waiting", ())), None)
     notify.close_all(passed)

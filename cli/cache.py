@@ -12,6 +12,7 @@ import click
 from weenv.cli import render
 from weenv.core import units
 from weenv.core.errors import InvalidRequest, WeenvError
+from weenv.core.log import printable
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
 
 _AGE = re.compile(r"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?\Z", re.ASCII)
@@ -50,6 +51,7 @@ def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
         return answer
     from weenv.plugin.snapshotter.blobfs.control import prune_request
     from weenv.plugin.snapshotter.cache.keeper import Keeper, matches
+    from weenv.plugin.snapshotter.cache.prune import prune_unserved
 
     keeper = Keeper(config.root, config.cache)
     try:
@@ -62,7 +64,7 @@ def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
         which, to, dry = prune_request(request)
         if unknown := matches(which.prefixes, keeper.entries()):
             raise InvalidRequest(f"no layer here begins with {unknown[0]}", hint="see weenv cache ls")
-        return keeper.prune(which, to, dry=dry)
+        return prune_unserved(keeper, which, to, dry=dry)
     except OSError as error:
         hint = "run it as root" if isinstance(error, PermissionError) else "is [blobfs] root right?"
         raise WeenvError(f"the layers in {config.root} cannot be looked at: {error.strerror}", hint=hint) from error
@@ -139,8 +141,9 @@ def prune(
 ) -> None:  # fmt: skip
     """Take data out of the cache, what was not read for longest first.
 
-    Running containers lose nothing: what they read again is fetched again. Data that the kernel reads without WeEnv (a
-    complete layer, as long as an image or a container has it), and what a reader waits for, stays.
+    Running containers lose nothing: what they read again is fetched again. Layers that are complete are read by the kernel
+    itself; they are taken from it first, which takes a few seconds, and stay where a container that runs has them (or with
+    --until, as nobody knows when they were read). What stays is named, with the reason.
 
     \b
     Examples:
@@ -156,19 +159,47 @@ def prune(
         request["before"] = time.time() - age
     if size is not None:
         request["to"] = size
-    answer = _ask(read_tables(config_path), request)
+    tables = read_tables(config_path)
+    answer = _ask(tables, request)
     if as_json:
         render.print_json(answer)
         return
+    users = _users(tables) if any(row["why"] == "container" for row in answer["layers"]) else {}
     for row in answer["layers"]:
         if row["why"] and not row["frames"]:
-            click.echo(f"layer {render.short(row['digest'])} stays: {_WHY.get(row['why'], row['why'])}", err=True)
+            text = f"layer {render.short(row['digest'])} stays: {_WHY.get(row['why'], row['why'])}"
+            names = users.get(row["digest"], []) if row["why"] == "container" else []
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            click.echo(printable(text + (f" (used by {', '.join(names[:_NAMED])}{more})" if names else "")), err=True)
+        elif row["why"] == "mounted" and answer["dry_run"]:
+            click.echo(f"layer {render.short(row['digest'])}: not where a container that runs has it from the kernel", err=True)
     what = f"{render.counted(answer['frames'], 'frame')}, {render.size(answer['bytes'])}"
     click.echo(f"would take out {what}" if answer["dry_run"] else f"took out {what}; {render.size(answer['data_after'])} left")
 
 
+def _users(tables: dict[str, Any]) -> dict[str, list[str]]:
+    """Who has each layer below itself, as NAMESPACE/NAME, by digest."""
+    from weenv.plugin.snapshotter.config import from_tables
+    from weenv.plugin.snapshotter.status import collect
+
+    try:
+        layers = collect(from_tables(tables).root).layers
+    except (WeenvError, OSError):
+        return {}
+    found: dict[str, list[str]] = {}
+    for layer in layers:  # one that is mounted in several variants has several rows
+        found.setdefault(layer.digest, []).extend(f"{space}/{name}" for space, names in layer.used_by.items() for name in names)
+    return found
+
+
+_NAMED = 3
+"""Containers named for each layer that stays."""
 _WHY = {
-    "mounted": "the kernel reads it by itself, for an image or a container",
+    "container": "the kernel reads it by itself for what was started before; it can go when that has ended",
+    "unanswered": "the kernel reads it by itself, and weenv snapshotter has not mounted it over blobfs: see weenv status",
+    "alone": "the kernel reads it by itself; where weenv blobfs and weenv snapshotter run, it can go",
+    "age": "the kernel reads it by itself, and nobody knows when: --all, --to and --layer take it without --until",
+    "mounted": "something has its file open that is none of ours",
     "busy": "readers wait for it",
     "disk": "its marks cannot be written; look at the disk",
     "unsupported": "its file system punches no holes",

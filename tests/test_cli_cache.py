@@ -68,7 +68,7 @@ def test_what_stays_is_told(config: str, tmp_path: Path, capsys: Captured) -> No
     with open(f"{LayerDirs(str(tmp_path)).path(LAYER.digest)}/data", "rb"):
         assert run("cache", "prune", "--config", config, "--all") == 0
     captured = capsys.readouterr()
-    assert captured.err == f"layer {LAYER.name[:12]} stays: the kernel reads it by itself, for an image or a container\n"
+    assert captured.err == f"layer {LAYER.name[:12]} stays: something has its file open that is none of ours\n"
 
 
 @pytest.mark.parametrize(

@@ -112,8 +112,8 @@ async def test_what_cannot_go_is_complained_of_seldom(
 async def test_pruning_is_one_line(node: Node, caplog: pytest.LogCaptureFixture) -> None:
     await node.evictor.look()
     with caplog.at_level(logging.INFO):
-        done = node.evictor.prune(ALL, None, dry=False)
-        node.evictor.prune(ALL, None, dry=True)
+        done = await node.evictor.prune(ALL, None, dry=False)
+        await node.evictor.prune(ALL, None, dry=True)
     assert done["data_after"] == 0
     assert [record.getMessage() for record in caplog.records].count("the cache was pruned") == 1
     assert node.evictor.estimate == 0

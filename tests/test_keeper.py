@@ -18,6 +18,7 @@ from weenv.plugin.snapshotter.cache import keeper as module
 from weenv.plugin.snapshotter.cache.evict import Held
 from weenv.plugin.snapshotter.cache.keeper import ALL, Entry, Keeper, Which, matches
 from weenv.plugin.snapshotter.cache.present import GOOD, is_complete, progress
+from weenv.plugin.snapshotter.cache.prune import prune_unserved
 from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.layerdir import EVICT, LayerDirs
 from weenv.plugin.snapshotter.metastore import Metastore
@@ -158,7 +159,7 @@ def test_nothing_goes_between_a_layers_marks_being_read_and_its_data_being_opene
 
 def test_a_dry_run_changes_nothing(node: Node) -> None:
     node.add(LAYERS[0])
-    done = node.keeper.prune(ALL, 0, dry=True)
+    done = prune_unserved(node.keeper, ALL, 0, dry=True)
     assert done["bytes"] == len(LAYERS[0].stream) and done["dry_run"]
     assert node.local(LAYERS[0]) == len(LAYERS[0].stream)
     assert not node.keeper.evicted_frames
@@ -215,9 +216,9 @@ def test_prune_by_age_and_layer(node: Node, monkeypatch: pytest.MonkeyPatch) -> 
     node.close(LAYERS[1])
     node.keeper._used[LAYERS[1].digest] = long_ago
     before = time.time() - 3600
-    done = node.keeper.prune(Which(before=before), None, dry=False)
+    done = prune_unserved(node.keeper, Which(before=before), None, dry=False)
     assert [row["digest"] for row in done["layers"]] == [LAYERS[1].digest]
-    done = node.keeper.prune(Which((digests.hex_of(LAYERS[2].digest)[:8],)), None, dry=False)
+    done = prune_unserved(node.keeper, Which((digests.hex_of(LAYERS[2].digest)[:8],)), None, dry=False)
     assert [row["digest"] for row in done["layers"]] == [LAYERS[2].digest]
     assert node.local(LAYERS[0]) == len(LAYERS[0].stream)
     # Within an open layer, frame by frame.
@@ -227,7 +228,7 @@ def test_prune_by_age_and_layer(node: Node, monkeypatch: pytest.MonkeyPatch) -> 
     time.sleep(0.01)
     layer.touched[0], layer.last_used = 1, time.monotonic()
     node.keeper.tick(20, 1)
-    done = node.keeper.prune(Which(before=middle), None, dry=False)
+    done = prune_unserved(node.keeper, Which(before=middle), None, dry=False)
     assert layer.presence.states[0] and layer.presence.missing == len(layer.presence) - 1
 
 

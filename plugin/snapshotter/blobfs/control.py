@@ -72,7 +72,7 @@ class Control:
                 entries = await asyncio.to_thread(self._evictor.keeper.entries)
                 if unknown := matches(which.prefixes, entries):
                     raise InvalidRequest(f"no layer here begins with {unknown[0]}", hint="see weenv cache ls")
-                return await asyncio.to_thread(self._evictor.prune, which, to, dry=dry)
+                return await self._evictor.prune(which, to, dry=dry)
             raise InvalidRequest(f"unknown request {str(op)[:80]!r}")
         except (WeenvError, OSError) as error:
             return {"error": str(error), "hint": error.hint if isinstance(error, WeenvError) else ""}

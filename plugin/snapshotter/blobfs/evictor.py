@@ -14,6 +14,7 @@ from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
 from weenv.plugin.snapshotter.blobfs.server import Server
 from weenv.plugin.snapshotter.cache.evict import Guard
 from weenv.plugin.snapshotter.cache.keeper import Evicted, Keeper, Size, Which
+from weenv.plugin.snapshotter.cache.prune import Prune
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 
 log = logging.getLogger(__name__)
@@ -26,6 +27,8 @@ _TELL: Final = 10.0
 """Seconds between log lines about evictions, which say what was evicted since the last one."""
 _COMPLAIN: Final = 300.0
 """Seconds between log lines that say that the cache cannot be brought within its bounds."""
+_AGAIN: Final = 0.2
+"""Seconds between attempts at layers that the snapshotter is to mount anew for a prune."""
 
 
 class Evictor:
@@ -135,11 +138,19 @@ class Evictor:
         fields = {"frames": frames, "bytes": size, "data": self.size.data, "high": bounds.high, "low": bounds.low}
         log.info("frames were evicted", extra={**fields, "reason": "disk" if bounds.disk else "size"})
 
-    def prune(self, which: Which, to: int | None, *, dry: bool) -> dict[str, Any]:
-        """``weenv cache prune``. Blocking."""
-        done = self.keeper.prune(which, to, dry=dry)
+    async def prune(self, which: Which, to: int | None, *, dry: bool) -> dict[str, Any]:
+        """``weenv cache prune``, which may take some seconds more than the punching."""
+        work = await asyncio.to_thread(Prune, self.keeper, which, to, dry=dry, served=True)
+        try:
+            more = await asyncio.to_thread(work.begin)
+            while more:
+                await asyncio.sleep(_AGAIN)
+                more = await asyncio.to_thread(work.again)
+        finally:
+            work.end()
+        done = await asyncio.to_thread(work.answer)
         if not dry:
-            self._measure()
+            await asyncio.to_thread(self._measure)
             fields = {"frames": done["frames"], "bytes": done["bytes"], "layers": len(done["layers"])}
             log.info("the cache was pruned", extra=fields)
         return done

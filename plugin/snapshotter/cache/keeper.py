@@ -106,6 +106,8 @@ class Evicted:
     """What an eviction has done: by layer, and altogether."""
 
     layers: dict[str, Dropped] = field(default_factory=dict)
+    refused: dict[str, Dropped] = field(default_factory=dict)
+    """Of a dry run: what would go of layers that the kernel reads by itself, if it did not."""
 
     @property
     def frames(self) -> int:
@@ -119,10 +121,20 @@ class Evicted:
 
     def add(self, digest: str, done: Dropped) -> None:
         """Count what was done of one layer."""
-        known = self.layers.setdefault(digest, Dropped())
-        known.frames += done.frames
-        known.size += done.size
-        known.why = done.why or known.why
+        _count(self.layers, digest, done)
+
+    def add_later(self, later: Evicted) -> None:
+        """Count what was done at another attempt at some of the layers, which may have gone better."""
+        for digest, done in later.layers.items():
+            self.add(digest, done)
+            self.layers[digest].why = done.why
+
+
+def _count(layers: dict[str, Dropped], digest: str, done: Dropped) -> None:
+    known = layers.setdefault(digest, Dropped())
+    known.frames += done.frames
+    known.size += done.size
+    known.why = done.why or known.why
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,11 +214,10 @@ class Keeper:
 
     def unused(self) -> Callable[[str], bool]:
         """Whether no snapshot has a layer, as of now; nothing is unused where there is no metastore to ask."""
-        path = os.path.join(self.root, "metastore.db")
-        if not os.path.exists(path):
+        if not os.path.exists(os.path.join(self.root, "metastore.db")):
             return lambda _: False
         try:
-            with contextlib.closing(Metastore(path, readonly=True)) as store:
+            with contextlib.closing(self._metastore()) as store:
                 used = {layer.digest for layer in store.layers() if store.layer_used(layer.digest)}
         except (StorageError, sqlite3.Error):
             return lambda _: False
@@ -341,7 +352,13 @@ class Keeper:
 
     def _drop(self, entry: Entry, held: Held, frames: NDArray[np.int64], done: Evicted, reason: str, *, dry: bool) -> None:
         if dry:
-            done.add(entry.digest, Dropped(len(frames), int(held.sizes[frames].sum(dtype=np.int64))))
+            found = Dropped(len(frames), int(held.sizes[frames].sum(dtype=np.int64)))
+            with contextlib.suppress(OSError, WeenvError), self._store(entry) as store, store.alone() as alone:
+                if alone:
+                    done.add(entry.digest, found)
+                else:
+                    done.add(entry.digest, Dropped(why="mounted"))
+                    _count(done.refused, entry.digest, found)
             return
         reason = "unused" if held.unused and reason in ("size", "disk") else reason
         try:
@@ -425,22 +442,18 @@ class Keeper:
                 count += 1
         return count
 
-    # -- weenv cache prune ------------------------------------------------------------------------------------------------
+    # -- what the snapshotter knows ---------------------------------------------------------------------------------------
 
-    def prune(self, which: Which, to: int | None, *, dry: bool) -> dict[str, Any]:
-        """What ``weenv cache prune`` does: see there. ``to``: stop where the cache is no larger than so many bytes."""
-        before = self.size().data
-        wanted = max(0, before - to) if to is not None else 1 << 62
-        done = self.evict(wanted, "prune", which, dry=dry)
-        rows = [{"digest": d, "frames": each.frames, "bytes": each.size, "why": each.why} for d, each in done.layers.items()]
-        return {
-            "dry_run": dry,
-            "frames": done.frames,
-            "bytes": done.size,
-            "data_before": before,
-            "data_after": before if dry else self.size().data,
-            "layers": rows,
-        }
+    def modes(self) -> dict[str, set[str]]:
+        """How the snapshotter has the layers mounted that it knows, by digest; a layer may be mounted in several variants."""
+        found: dict[str, set[str]] = {}
+        with contextlib.suppress(StorageError, sqlite3.Error), contextlib.closing(self._metastore()) as store:
+            for layer in store.layers():
+                found.setdefault(layer.digest, set()).add(layer.mode)
+        return found
+
+    def _metastore(self) -> Metastore:
+        return Metastore(os.path.join(self.root, "metastore.db"), readonly=True)
 
 
 def _disk(path: str) -> Disk:

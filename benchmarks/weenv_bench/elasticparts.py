@@ -93,7 +93,7 @@ class Stand:
             )
         argv = [*tools.weenv(), "elastic", "serve", "--config", path]
         self.daemon = Process("weenv elastic", argv, os.path.join(self.home, "elastic.log"), dict(os.environ))
-        self.daemon.wait_ready(lambda: connects(os.path.join(root, "e.sock")))
+        self.daemon.wait_ready(lambda: connects(os.path.join(root, "e.sock")) and self._measures())
 
     def close(self) -> None:
         """End everything."""
@@ -113,6 +113,13 @@ class Stand:
         """Its quota."""
         with open(os.path.join(self.group("cpu", name), "cpu.cfs_quota_us")) as file:
             return int(file.read()) / 100_000
+
+    def _measures(self) -> bool:
+        """Its metrics are there, which come last."""
+        try:
+            return self.metric("weenv_elastic_environments") >= 0
+        except OSError:
+            return False
 
     def metric(self, name: str) -> float:
         """Sum of the samples of a metric of the daemon."""
@@ -199,7 +206,8 @@ def elastic(quick: bool) -> list[Row]:
             name = names[number % len(names)]
             wait_until("its start quota", lambda name=name: where.cores(name) == START, 30)
             took.append(burst(where, name))
-        # With PSI triggers an idle environment is looked at as seldom as this; they need a right that not every machine gives.
+        # Where the kernel tells of all that an idle environment could need, it is looked at as seldom as this; the pressure
+        # triggers among that need a right that not every machine gives.
         where.serve(cores=count + 10.0, interval=IDLE)
         seldom, idle_used, idle_wall = _watched(where, count, 60)
         detail: dict[str, Any] = {
@@ -210,7 +218,7 @@ def elastic(quick: bool) -> list[Row]:
             at_most("elastic", f"watching {count} environments every 200 ms: CPU per environment and look",
                     used / looked * 1e6, 20, " us", detail),
             at_most("elastic", "  of one core", used / wall * 100, 5, " %"),
-            at_most("elastic", f"  every {IDLE:g} s, as idle ones are where PSI wakes us",
+            at_most("elastic", f"  every {IDLE:g} s, as idle ones are where the kernel wakes us",
                     idle_used / idle_wall * 100, 0.5, " %"),
             at_most("elastic", f"  burst to raised quota with {count} environments watched, p99",
                     quantile(took, 0.99) * 1e3, 300, " ms", spread=[value * 1e3 for value in took]),

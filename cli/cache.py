@@ -172,7 +172,8 @@ def prune(
             more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
             click.echo(printable(text + (f" (used by {', '.join(names[:_NAMED])}{more})" if names else "")), err=True)
         elif row["why"] == "mounted" and answer["dry_run"]:
-            click.echo(f"layer {render.short(row['digest'])}: not where a container that runs has it from the kernel", err=True)
+            short = render.short(row["digest"])
+            click.echo(f"layer {short}: unless a container that runs has it from the kernel", err=True)
     what = f"{render.counted(answer['frames'], 'frame')}, {render.size(answer['bytes'])}"
     click.echo(f"would take out {what}" if answer["dry_run"] else f"took out {what}; {render.size(answer['data_after'])} left")
 

@@ -166,6 +166,16 @@ def test_a_snapshotter_that_does_not_answer(node: Node, running: bool, monkeypat
     assert set(whys(work).values()) == {("unanswered", False)} and node.asked() == [False] * 3
 
 
+def test_marks_that_are_withdrawn_meanwhile_are_made_again_and_nothing_else_goes(node: Node) -> None:
+    work = node.prune(Which((LAYERS[1].name,)))
+    assert work.begin() and node.asked() == [False, True, False]
+    node.mount_anew(LAYERS[0])
+    assert node.keeper.withdraw() == 1
+    assert work.again() and node.asked() == [False, True, False]
+    assert is_complete(node.path(LAYERS[0])), "which was not asked for"
+    work.end()
+
+
 def test_what_was_asked_for_by_others_stays_asked_for(node: Node) -> None:
     Path(node.path(LAYERS[1]), EVICT).touch()
     work = node.prune()

@@ -95,8 +95,10 @@ class Prune:
     def again(self) -> bool:
         """Evict of those asked for what can go by now; True: not all have answered. To be called a few times a second."""
         waiting = self._waiting()
-        hexes = tuple(map(digests.hex_of, waiting))
-        self.done.add_later(self._keeper.evict(self._wanted - self.done.size, "prune", Which(hexes)))
+        if not waiting:  # the bounds have withdrawn the marks
+            return self._ask()
+        which = Which(tuple(map(digests.hex_of, waiting)))
+        self.done.add_later(self._keeper.evict(self._wanted - self.done.size, "prune", which))
         now, modes = time.monotonic(), self._keeper.modes()
         for digest in waiting:
             each = self.done.layers[digest]

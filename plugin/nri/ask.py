@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weenv.core.errors import WeenvError
+from weenv.core.unixsocket import connected
 
 MAX_LINE = 8 << 20
 """Bytes of an answer: some ten thousand environments."""
@@ -31,12 +32,9 @@ class Asker:
 
     def __init__(self, path: str, *, timeout: float = 10.0) -> None:
         self._path = path
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        self._socket.settimeout(timeout)
         try:
-            self._socket.connect(path)
+            self._socket = connected(path, timeout)
         except OSError as error:
-            self._socket.close()
             raise NoDaemon(
                 f"nobody serves elastic provisioning at {path}: {error.strerror or error}", hint="weenv elastic serve"
             ) from error

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import json
-import socket
 from typing import Any
 
 from weenv.core.errors import InvalidRequest
+from weenv.core.unixsocket import connected
 
 
 def ask(path: str, request: dict[str, Any], *, patience: float = 5.0) -> dict[str, Any] | None:
     """What the running blobfs answers, or None where none does. Raises :class:`InvalidRequest` for what it refuses."""
     try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-            connection.settimeout(patience)
-            connection.connect(path)
+        with connected(path, patience) as connection:
             connection.sendall(json.dumps(request).encode() + b"\n")
             parts = []
             while part := connection.recv(1 << 16):

@@ -119,8 +119,8 @@ def test_what_is_no_signature_of_this_image_is_named() -> None:
         (good | {"subject": [{"digest": A}]}, "names no image"),
         (statement(sha256(b"b")), "another digest"),
         (statement(A, {"docker-reference": "NO/NAME"}), "names no repository"),
-        (statement(A, {"docker-reference": 7}), "names no one repository"),
-        (twice, "names no one repository"),
+        *((statement(A, {"docker-reference": value}), "names no repository") for value in (7, ["r.example/a"], {}, True)),
+        (twice, "names two repositories"),
     ):  # fmt: skip
         with pytest.raises(VerificationError, match=message):
             judge(bundle_of(key, said), public(key))
@@ -128,7 +128,7 @@ def test_what_is_no_signature_of_this_image_is_named() -> None:
 
 def test_a_name_of_the_subject_counts() -> None:
     said = statement(A, {"docker-reference": "r.example/a"})
-    said["subject"][0]["name"] = "r.example/a"
+    said["subject"][0]["name"] = "r.example/a:latest"
     assert judge(bundle_of(KEYS["ed25519"], said), public(KEYS["ed25519"]), names=("r.example/a",)) == "r.example/a"
     del said["subject"][0]["annotations"]
     assert judge(bundle_of(KEYS["ed25519"], said), public(KEYS["ed25519"]), names=("r.example/a",)) == "r.example/a"
@@ -228,23 +228,40 @@ def test_junk_is_a_format_error(data: bytes) -> None:
             assert "\n" not in str(error)
 
 
+def change(place: Any, data: st.DataObject, value: Any) -> None:
+    """Put ``value`` in one place of a JSON value."""
+    while True:
+        name = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
+        if not place[name] or not isinstance(place[name], dict | list) or data.draw(st.booleans()):
+            break
+        place = place[name]
+    place[name] = value
+
+
 @given(st.data(), values)
 def test_something_else_in_one_place(data: st.DataObject, value: Any) -> None:
     """A bundle that was changed in one place, outside of what is signed, is refused or says the same."""
     raw = envelope(KEYS["ed25519"], json.dumps(statement(A)).encode())
-    place: Any = raw
-    while True:
-        name = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
-        if not isinstance(place[name], dict | list) or data.draw(st.booleans()):
-            break
-        place = place[name]
-    place[name] = value
+    change(raw, data, value)
     try:
         found = parse_bundle(json.dumps(raw).encode()).over(b"")
         accepted = check_signatures([found], [A], ["**"], [public(KEYS["ed25519"])], "x")
     except FormatError:
         return
     assert accepted.payload == Payload("", A, {})
+
+
+@given(st.data(), values)
+def test_something_else_in_what_is_signed(data: st.DataObject, value: Any) -> None:
+    """A key may sign anything: it is refused, or names this image and one repository or none."""
+    said = statement(A, {"docker-reference": "r.example/a"})
+    change(said, data, value)
+    try:
+        found = judge(bundle_of(KEYS["ed25519"], said), public(KEYS["ed25519"]))
+    except FormatError as error:
+        assert "\n" not in str(error)
+        return
+    assert found == "" or "/" in found
 
 
 @given(st.integers(0, 2000), st.integers(1, 255), st.sampled_from(keyring.ALGORITHMS))

@@ -149,14 +149,22 @@ def parse_statement(data: bytes) -> Payload:
         annotations = {}
     if not digests.is_digest(found) or not isinstance(annotations, dict):
         raise FormatError("names no image", member=what)
-    names = {name for name in (subject.get("name"), annotations.get(REFERENCE)) if name not in (None, "")}
+    references: set[str] = set()
+    for name in (subject.get("name"), annotations.get(REFERENCE)):
+        if name not in (None, ""):
+            references.add(_repository(name, what))
+    if len(references) > 1:
+        raise FormatError("names two repositories", member=what)
+    return Payload(references.pop() if references else "", found, annotations)
+
+
+def _repository(name: object, what: str) -> str:
+    if not isinstance(name, str):
+        raise FormatError("names no repository", member=what)
     try:
-        references = {repository_name(name) for name in names if isinstance(name, str)}
+        return repository_name(name)
     except BadReference as error:
         raise FormatError(f"names no repository: {error.message}", member=what) from error
-    if len(references) != len({str(name) for name in names}) or len(references) > 1:
-        raise FormatError("names no one repository", member=what)
-    return Payload(references.pop() if references else "", found, annotations)
 
 
 def _about_itself(data: bytes) -> Payload:

@@ -27,7 +27,7 @@ from weenv.registry.client import RegistryClient
 from weenv.registry.endpoints import LayoutEnd, RegistryEnd
 from weenv.registry.groupref import keys as keyring
 from weenv.registry.groupref.build import dump
-from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, may_sign, parse_bundle
+from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, Bundle, may_sign, parse_bundle
 from weenv.registry.groupref.bundle import MEDIA_TYPE as BUNDLE
 from weenv.registry.groupref.policy import (
     DENY,
@@ -195,12 +195,16 @@ async def signatures(client: RegistryClient, location: Location, digest: str) ->
     layers = [layer for manifest in manifests for layer in manifest.layers]
     layers = [layer for layer in layers if layer.media_type == PAYLOAD_TYPE or layer.media_type.startswith(BUNDLE)]
     result: list[Signature | Rejected] = []
+    subject = b""  # once for all that are over it
     for layer in layers[:MAX_SIGNATURES]:
         try:
             if layer.media_type == PAYLOAD_TYPE:
                 result += await _simple(end, layer)
-            else:
-                result.append(await _bundled(client, location, digest, end, layer))
+                continue
+            bundle = await _bundle(end, layer)
+            if bundle.statement is None and not subject:
+                subject = await _manifest(client, location, digest)
+            result.append(bundle.over(subject))
         except (FormatError, NotFoundInSource) as error:
             result.append(Rejected(str(error)))
     return result
@@ -216,16 +220,15 @@ async def _simple(end: LayoutEnd | RegistryEnd, layer: Descriptor) -> list[Signa
     return [Signature(await end.small(layer, MAX_PAYLOAD), signature)]
 
 
-async def _bundled(
-    client: RegistryClient, location: Location, digest: str, end: LayoutEnd | RegistryEnd, layer: Descriptor
-) -> Signature:
+async def _bundle(end: LayoutEnd | RegistryEnd, layer: Descriptor) -> Bundle:
     if layer.size > MAX_BUNDLE:
         raise FormatError(f"larger than {MAX_BUNDLE} bytes", member="sigstore bundle")
-    bundle = parse_bundle(await end.small(layer, MAX_BUNDLE))
-    if bundle.statement is not None:
-        return bundle.over(b"")
+    return parse_bundle(await end.small(layer, MAX_BUNDLE))
+
+
+async def _manifest(client: RegistryClient, location: Location, digest: str) -> bytes:
     itself = LayoutLocation(location.path, "", digest) if isinstance(location, LayoutLocation) else location.with_digest(digest)
-    return bundle.over((await open_end(client, itself).root())[0])
+    return (await open_end(client, itself).root())[0]
 
 
 async def _tagged(client: RegistryClient, location: Location, tag: str) -> Manifest | Index | None:

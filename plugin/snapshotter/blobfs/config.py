@@ -19,8 +19,9 @@ class FillConfig:
     """Nothing is filled until no reader has waited for a frame for so long."""
     rate: int = 0
     """Bytes per second of compressed data at most; 0: no limit but the pauses."""
-    cpu_busy: float = 0.4
-    """Nothing is filled while the other processes of the node use more than this share of its CPUs; 1: no bound."""
+    cpu_busy: float = 0.75
+    """Nothing is filled while the other processes of the node use more than this share of its CPUs; 1: no bound. Nodes are
+    meant to be busy: what matters is that a core is free, and whether anybody waits for one is said by `cpu_pressure`."""
     cpu_pressure: float = 0.05
     """... or while tasks waited for a CPU for more of the time than this (``/proc/pressure/cpu``, "some"); 1: no bound."""
     cpu_share: float = 0.5

@@ -160,10 +160,11 @@ def blobfs_stop(ctx: click.Context, config_path: str, force: bool) -> None:
     while (above := supervisor.running(found.status_socket)) and time.monotonic() < end:
         time.sleep(0.05)
     hint = "end that first: its SIGTERM stops no container"
+    _, pid = supervisor.running_pid(found.status_socket)
     if not above:
-        pid = (holder.ask(found.holder_socket, {"op": "status"}) or {}).get("server")
-        if pid and (service := service_of(int(pid))) is not None:
-            above, hint = service.name, f"end that first, which stops no container: {service.stop}"
+        pid = int((holder.ask(found.holder_socket, {"op": "status"}) or {}).get("server") or 0)
+    if pid and (service := service_of(pid)) is not None:
+        above, hint = above or service.name, f"end that first, which stops no container: {service.stop}"
     if above and not force:
         raise ConfigError(f"{above} starts blobfs again at once", hint=hint)
     stopped = daemon.stop(found, force=force)

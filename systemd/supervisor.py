@@ -347,11 +347,15 @@ def _listener(path: str, passed: Sequence[int]) -> socket.socket:
 
 def running(status_socket: str) -> str:
     """The ``weenv serve`` that runs the blobfs of ``status_socket``, as people call it; empty where there is none."""
+    held, pid = running_pid(status_socket)
+    return "" if not held else f"weenv serve (pid {pid})" if pid else "weenv serve"
+
+
+def running_pid(status_socket: str) -> tuple[bool, int]:
+    """Whether there is one, and its process id, 0 where that cannot be told."""
     with contextlib.suppress(OSError):
-        held, pid = holder_of(os.path.dirname(status_socket), _LOCK)
-        if held:
-            return f"weenv serve (pid {pid})" if pid else "weenv serve"
-    return ""
+        return holder_of(os.path.dirname(status_socket), _LOCK)
+    return False, 0
 
 
 def serve(config: str, level: str, style: str, sockets: dict[str, str]) -> int:

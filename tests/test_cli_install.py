@@ -16,10 +16,11 @@ from weenv.cli.main import cli
 from weenv.core.digest import sha256
 from weenv.core.errors import ConfigError
 from weenv.core.process import only_instance
-from weenv.plugin.snapshotter.blobfs import daemon
+from weenv.plugin.snapshotter.blobfs import daemon, holder
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
 from weenv.systemd.install import docker, files, record
 from weenv.systemd.install.tree import Tree
+from weenv.systemd.unit import Service
 
 DROP_IN = "/etc/containerd/conf.d/weenv.toml"
 Say = Callable[..., str]
@@ -129,6 +130,19 @@ def test_blobfs_is_not_stopped_below_weenv_serve(config: str, tmp_path: Path, mo
     assert refused.exception.message == f"weenv serve (pid {os.getpid()}) starts blobfs again at once"
     assert f"weenv serve (pid {os.getpid()}) starts it again" in forced.output and "is gone" not in forced.output
     assert "its mount is gone" in CliRunner().invoke(cli, argv).output and asked == [True, False]
+
+
+def test_how_a_service_is_ended_is_said(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What integration/test_install.py has from a real systemd."""
+    monkeypatch.setattr("weenv.cli.daemons._ENDING", 0.1)
+    monkeypatch.setattr("weenv.systemd.unit.service_of", {os.getpid(): Service("mine.service")}.get)
+    with only_instance(f"{tmp_path}/run", "weenv serve", "serve.lock"):
+        refused = CliRunner().invoke(cli, ["blobfs", "stop", "--config", config]).exception
+    assert isinstance(refused, ConfigError) and "weenv serve" in refused.message
+    assert refused.hint == "end that first, which stops no container: systemctl stop mine.service"
+    monkeypatch.setattr(holder, "ask", lambda *_: {"pid": 1, "server": os.getpid(), "mountpoint": "/m"})
+    refused = CliRunner().invoke(cli, ["blobfs", "stop", "--config", config]).exception
+    assert isinstance(refused, ConfigError) and refused.message == "mine.service starts blobfs again at once"
 
 
 def test_a_weenv_serve_that_is_ending_is_waited_for(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

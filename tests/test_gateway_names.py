@@ -223,6 +223,9 @@ def test_users(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(ConfigError):
             read_users(str(path))
+    path.write_text("#" * ((1 << 20) - 14) + "\nann:correct horse\n")
+    with pytest.raises(ConfigError, match=f"users is larger than {1 << 20} bytes"):
+        read_users(str(path))  # not: a secret that was cut
 
 
 # -- the store --------------------------------------------------------------------------------------------------------

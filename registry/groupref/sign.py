@@ -268,7 +268,7 @@ async def _referrers(client: RegistryClient, reference: Reference, digest: str, 
     what = f"the referrers of {digest}"
     status, headers, body = await client.request(
         "GET", reference.api_host, f"/v2/{reference.repository}/referrers/{digest}?{urlencode({'artifactType': kind})}",
-        what=what, scope=scope_of(reference.repository), accept=frozenset({200, 400, 404, 405}), limit=MAX_MANIFEST,
+        what=what, scope=scope_of(reference.repository), accept=frozenset({200, 400, 404, 405, 406}), limit=MAX_MANIFEST,
         headers={"Accept": OCI_INDEX},
     )  # fmt: skip
     if status != 200 or headers.get("content-type", "").partition(";")[0].strip() != OCI_INDEX:

@@ -283,6 +283,20 @@ async def test_whom_the_kernel_says_to_have_met_a_limit_is_looked_at_at_once(
     assert looks[1:] == [now]
 
 
+async def test_what_an_idle_one_used_since_the_look_before_is_shown(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = node.add("a")
+    env = node.controller._envs[EnvKey("default", "a")]
+    await until(lambda: env.rested)
+    now = env.sampled + 1.0
+    monkeypatch.setattr(node.controller, "_clock", lambda: now)
+    node.controller._turn(env, now)
+    group.usage_s += 0.005
+    group.write()
+    now += 0.5
+    node.controller._turn(env, now)
+    assert env.rested == (now, group.usage_s) and node.row("a")["cpu"] == 0.01
+
+
 async def test_idle_ones_are_looked_at_together_in_time_and_mostly_peeked_at(tmp_path: Path) -> None:
     now = 1000.0
     node = Node(tmp_path / "root", version=2, config=ElasticConfig())

@@ -171,9 +171,10 @@ class Controller:
         old = self._envs.get(found.key)
         if old is not None and old.found.pid == found.pid:
             if known and (old.state.bounds, old.state.role) != (found.bounds, found.role):
+                if old.state.bounds.pids is None and found.bounds.pids is not None:
+                    self._triggers.count(old)
                 old.found = found
                 old.state = replace(old.state, bounds=found.bounds, role=found.role)
-                self._have_told(old)
                 self.ledger.adopt(Request(found.key, found.bounds, found.role), old.state.quota)
                 old.resting, self._view = False, None
             return
@@ -198,7 +199,7 @@ class Controller:
         held = Quota(min(quota.cpu, bounds.ceiling.cpu), min(quota.memory, bounds.ceiling.memory))
         env = Env(found, reader, begin(bounds, found.role, held), now)
         self._envs[found.key] = env
-        self._have_told(env)
+        env.state = replace(env.state, triggers=self._triggers.add(env))
         self._claims.pop(found.key, None)
         self.ledger.adopt(Request(found.key, bounds, found.role), held)
         self._view = None
@@ -212,11 +213,6 @@ class Controller:
         else:
             self._save_up(env)
         self._plan(env, now + (hash(found.key) % 4) * GRAIN)
-
-    def _have_told(self, env: Env) -> None:
-        """Have the kernel tell of what happens to it, as its bounds call for."""
-        self._triggers.remove(env)
-        env.state = replace(env.state, triggers=self._triggers.add(env))
 
     def ended(self, key: EnvKey, status: int | None) -> None:
         """It is over: say why, give its room to others."""

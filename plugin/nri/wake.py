@@ -74,8 +74,12 @@ class Triggers:
         waits = [self._take(env, reader.trigger(kind, stall, WINDOW), met=False) for kind, stall in STALLS.items() if possible]
         hit = self._take(env, reader.notices("memory"), met=True) or reader.paths.memory_v1
         if env.state.bounds.pids is not None:
-            self._take(env, reader.notices("pids"), met=True)
+            self.count(env)
         return possible and all(waits) and hit
+
+    def count(self, env: Env) -> None:
+        """Have the kernel tell of refused forks of an environment whose processes are followed."""
+        self._take(env, env.reader.notices("pids"), met=True)
 
     def _take(self, env: Env, fd: int | None, *, met: bool) -> bool:
         if fd is None:

@@ -170,15 +170,16 @@ def doctor(
 
     config, run, blobfs = load(config_path), runconfig.load(config_path).run, blobfs_config.load(config_path)
     findings = [*checks.kernel()]
-    if (resend := nodechecks.resend(os.uname().release)) is not None:
-        findings.append(resend)
     plane = _plane(config.plane, config.root)
+    chosen = plane.seen.partition(":")[0]
+    if chosen != "fuse" and (resend := nodechecks.resend(os.uname().release)) is not None:
+        findings.append(resend)
     findings.append(plane)
     findings += nodechecks.settings(config.root, config.blobs, blobfs.root, blobfs.mountpoint)
     findings += _blobs(config.blobs, blobfs.status_socket)
     found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
-    running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket, plane.seen.partition(":")[0]))
+    running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket, chosen))
     written, tables = _containerd(containerd_config, config.socket, run.snapshotter, version)
     findings += [*running, *written, *nodechecks.docker(docker_config, run.address, run.snapshotter)]
     findings += [checks.disk(config.root), *nodechecks.disk_abilities(config.root)]

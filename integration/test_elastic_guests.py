@@ -13,26 +13,14 @@ import sys
 import pytest
 
 from weenv_testkit import kernels
-from weenv_testkit.kernels import LINUX_6_12, UML, Kernel
+from weenv_testkit.kernels import LINUX_6_12, UML, run_tests
 from weenv_testkit.pressure import GROWN
 
 pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOME = "2.1 and (memory_is_followed or nothing_left_is_ended or faster_than_anybody_looks)"
-
-
 PRESSURE = f"PYTHONPATH=integration {sys.executable} -m weenv_testkit.pressure"
-
-
-def run_tests(kernel: Kernel, files: list[str], chosen: str, *, first: str = ":", timeout: float, **guest: int) -> str:
-    """Run tests in a guest, after the command ``first``; what both said. No test may fail, nor be skipped."""
-    command = f"{sys.executable} -m pytest -q --color=no -p no:cacheprovider -m 'not soak' --tb=short -k '{chosen}'"
-    names = " ".join(f"integration/{name}" for name in files)
-    text = kernels.run(kernel, f"cd {ROOT} && {first} && {command} {names}", timeout=timeout, **guest).ok()
-    summary = text.strip().splitlines()[-1]
-    assert " passed" in summary and "skipped" not in summary, text[-3000:]
-    return text
 
 
 @pytest.mark.timeout(500)

@@ -8,7 +8,7 @@ import time
 import pytest
 
 from weenv_testkit import kernels, tools
-from weenv_testkit.kernels import LINUX_6_1, LINUX_6_12, UML, Kernel
+from weenv_testkit.kernels import LINUX_6_1, LINUX_6_12, UML, UML_6_1, Kernel
 from weenv_testkit.procs import Failed, mounts_under, processes_of
 
 pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
@@ -49,9 +49,11 @@ def nothing_left() -> None:
         assert not mounts_under(str(kernel.home))
 
 
-def test_user_mode_linux(home: str) -> None:
-    lines = seen(UML, home)
-    assert lines[0].split(".") >= ["7", "2"] and lines[1:3] == ["0", "1"]
+@pytest.mark.parametrize("kernel", [UML, pytest.param(UML_6_1, marks=pytest.mark.soak)], ids=lambda kernel: kernel.name)
+def test_user_mode_linux(home: str, kernel: Kernel) -> None:
+    lines = seen(kernel, home)
+    assert lines[0].startswith("6.1.") if kernel is UML_6_1 else lines[0].split(".") >= ["7", "2"]
+    assert lines[1:3] == ["0", "1"]
     assert [line for line in lines if line in ("1", "2")].count("1") >= 3
     nothing_left()
 

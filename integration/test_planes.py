@@ -32,12 +32,14 @@ from weenv.layer.erofs import DirAttributes
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.cache.present import is_complete, progress
 from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment, variant_of
+from weenv.plugin.snapshotter.planes.fuse import Process, serving
+from weenv.plugin.snapshotter.planes.fuseserver import start_time
 from weenv_testkit import corpus
 from weenv_testkit.blobfsproc import drop_caches
 from weenv_testkit.images import Member, write_tar, xattr
 from weenv_testkit.layers import make_tar
 from weenv_testkit.planerig import PLANES, Rig, rigged
-from weenv_testkit.procs import mounts_under, wait_until
+from weenv_testkit.procs import end_processes, mounts_under, open_fds, wait_until
 from weenv_testkit.richtree import extract, make_rich_tree
 from weenv_testkit.trees import differences, read_tree
 
@@ -384,7 +386,7 @@ def test_copying_up_keeps_everything(rig: Rig, here: str, rich: tuple[str, str])
 def test_one_cache_for_both(workdir: str, large: tuple[str, bytes]) -> None:
     """A frame that was fetched for one plane is there for the other, in either order."""
     path, content = large
-    for first, second in (PLANES, PLANES[::-1]):
+    for first, second in ((PLANES[0], PLANES[-1]), (PLANES[-1], PLANES[0])):
         root = tempfile.mkdtemp(prefix="o", dir=workdir)
         blob = f"{root}.blob"
         with rigged(first, root) as rig:
@@ -550,13 +552,108 @@ def fuse(processes: Rig) -> Iterator[Rig]:
             processes.plane.detach(target)
 
 
-def test_a_killed_server_costs_its_layer_and_no_other(fuse: Rig, large: tuple[str, bytes], here: str) -> None:
+RESENDS = tuple(int(number) for number in os.uname().release.split(".")[:2]) >= (6, 9)
+"""The kernel delivers again what a server that was killed had read (FUSE_NOTIFY_RESEND)."""
+
+
+def killed(fuse: Rig, target: str) -> int:
+    """Kill who serves a mount, and wait for the next one; its process id, 0 where there is none."""
+    end_processes([fuse.server(target)])
+    return fuse.server(target)
+
+
+def test_another_goes_on_where_a_server_is_killed(fuse: Rig, large: tuple[str, bytes], here: str) -> None:
+    content = large[1]
+    names = [f"d/{number:03d}" for number in range(300)]
+    tar = tar_of(here, [*({"name": name} for name in names), {"name": "f", "data": content}])
+    digest = fuse.add(tar)
+    target = fuse.attach(digest)
+    fd, folder = os.open(f"{target}/f", os.O_RDONLY), os.scandir(f"{target}/d")
+    assert os.pread(fd, 100, 0) == content[:100]
+    begun = [next(folder) for _ in range(3)]
+    seen = {fuse.server(target)}
+    for number, entry in enumerate(begun):
+        seen.add(killed(fuse, target))
+        drop_caches()
+        at = 4_000_000 + number * 300_000
+        assert os.pread(fd, 100, at) == content[at : at + 100]
+        assert os.lstat(entry.path).st_ino == entry.inode()
+    assert len(seen) == 4 and 0 not in seen
+    assert len(list(folder)) == 297
+    folder.close()
+    os.close(fd)
+    extract(tar, f"{here}/x")
+    assert differences(read_tree(f"{here}/x"), read_tree(target), times_free=[b".", b"d"]) == []
+    assert target not in fuse.lost
+    fuse.restart_plane()  # mountinfo names the first one, which is no more
+
+    async def usable() -> bool:
+        return fuse.plane.usable(digest, fuse.entry(target), Attachment(LAZY))
+
+    assert fuse.run(usable())
+    last = fuse.server(target)
+    fuse.plane.detach(target)
+    wait_until("the server to end with its mount", lambda: not start_time(last))
+
+
+def test_a_server_is_killed_while_it_owes_an_answer(fuse: Rig, large: tuple[str, bytes]) -> None:
+    """Where the kernel asks again, whoever waits gets it; else the mount ends, and nobody waits for ever."""
+    path, content = large
+    digest = fuse.add(path, target=32 << 10)
+    target = fuse.attach(digest)
+    got: list[object] = []
+
+    def read() -> None:
+        try:
+            got.append(Path(target, "large").read_bytes())
+        except OSError as error:
+            got.append(error.errno)
+
+    reader = threading.Thread(target=read)
+    blobfs = fuse.blobfs.process.pid if fuse.blobfs.process else 0
+    os.kill(blobfs, signal.SIGSTOP)
+    try:
+        reader.start()
+        wait_until("the reader to wait", lambda: _waits(fuse.server(target)))
+        killed(fuse, target)
+    finally:
+        os.kill(blobfs, signal.SIGCONT)
+    reader.join(60)
+    if RESENDS:
+        assert got == [content]
+        assert target not in fuse.lost
+    else:
+        assert got[0] in (errno.ENOTCONN, errno.ECONNABORTED, errno.EIO)
+        wait_until("the loss to be told", lambda: target in fuse.lost)
+        fuse.attach(digest, target)
+        assert Path(target, "large").read_bytes() == content
+
+
+def test_nobody_goes_on_with_another_image(fuse: Rig, here: str) -> None:
+    """Its inode numbers may be others, which the kernel takes for the ones that it knows."""
+    digest = fuse.add(tar_of(here, [{"name": "f", "data": b"1"}]))
+    target = fuse.attach(digest)
+    image = Path(fuse.directory(digest), "meta.erofs")
+    content = image.read_bytes()
+    image.unlink()
+    image.write_bytes(content)
+    killed(fuse, target)
+    wait_until("the loss to be told", lambda: target in fuse.lost)
+    assert not fuse.server(target)
+
+
+def test_servers_that_die_one_after_another_cost_their_layer_and_no_other(
+    fuse: Rig, large: tuple[str, bytes], here: str
+) -> None:
     one, two = fuse.add(large[0]), fuse.add(tar_of(here, [{"name": "f", "data": b"2"}]))
     first, second = fuse.attach(one), fuse.attach(two)
     fd = os.open(f"{first}/large", os.O_RDONLY)
-    os.kill(fuse.server(first), signal.SIGKILL)
+    deaths = 0
+    while killed(fuse, first):
+        deaths += 1
+        assert deaths < 20
     wait_until("the loss to be told", lambda: first in fuse.lost)
-    assert first in fuse.lost
+    assert deaths == 5
     assert second not in fuse.lost
     drop_caches()
     with pytest.raises(OSError) as told:
@@ -586,6 +683,11 @@ def test_servers_outlive_their_host(fuse: Rig, large: tuple[str, bytes]) -> None
     assert Path(target, "large").read_bytes() == large[1]
     other = fuse.attach(digest)  # by another host
     assert Path(other, "small").read_bytes() == b"small\n"
+    assert target not in fuse.lost
+    first = Process(*map(int, fuse.entry(target).source.split(":")[2:]))
+    wait_until("the next host to know the server", lambda: serving(f"{fuse.root}/layers.sock", first).pid)
+    assert killed(fuse, target)
+    assert Path(target, "small").read_bytes() == b"small\n"
     assert target not in fuse.lost
 
 
@@ -622,9 +724,8 @@ def test_reads_wait_for_the_next_blobfs(fuse: Rig, large: tuple[str, bytes]) -> 
 
 
 def _waits(pid: int) -> bool:
-    """A server with a connection to blobfs has asked it for something."""
-    links = (os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd"))
-    return sum(link.startswith("socket:") for link in links) > 0
+    """A server with a connection to blobfs has asked it for something; two sockets are its event loop's own."""
+    return sum(link.startswith("socket:") for link in open_fds(pid).values()) > 2
 
 
 def test_a_server_is_small(fuse: Rig, here: str) -> None:

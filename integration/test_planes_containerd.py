@@ -6,6 +6,7 @@ The rest of those tests run on such nodes in test_planes_soak.py.
 from __future__ import annotations
 
 import os
+import re
 import signal
 
 import pytest
@@ -18,16 +19,22 @@ from test_lazy_containerd import (  # noqa: F401 (collected here once more)
     test_layers_delete_what_lies_below,
 )
 from weenv.plugin.snapshotter.mounts import mounts_below
+from weenv.plugin.snapshotter.planes.fuse import Process, serving
 from weenv_testkit.fusenode import module_node  # noqa: F401
 from weenv_testkit.node import SNAPSHOTTER, Node
-from weenv_testkit.procs import Failed, processes_of, wait_until
+from weenv_testkit.procs import Failed, end_processes, processes_of, wait_until
+
+
+def firsts(node: Node) -> dict[str, Process]:
+    """The processes that were the first to serve the layers' mounts, by mount point."""
+    found = mounts_below(f"{node.root}/m").items()
+    assert {entry.fstype for _, entry in found} <= {"fuse.weenv-layer"}
+    return {point: Process(*map(int, entry.source.split(":")[2:])) for point, entry in found}
 
 
 def servers(node: Node) -> dict[str, int]:
-    """The processes that serve the layers' mounts, by mount point."""
-    found = mounts_below(f"{node.root}/m").items()
-    assert {entry.fstype for _, entry in found} <= {"fuse.weenv-layer"}
-    return {point: int(entry.source.split(":")[2]) for point, entry in found}
+    """The processes that serve them now; 0 for none."""
+    return {point: serving(f"{node.run}/layers.sock", first).pid for point, first in firsts(node).items()}
 
 
 def lost(node: Node) -> float:
@@ -40,20 +47,39 @@ def test_layers_are_mounted_by_processes_of_their_own(node: Node, debian: tuple[
     assert len(set(before.values())) == len(before) >= 3
     node.restart()
     assert servers(node) == before, "no daemon's restart touches them"
-    assert "layers are mounted by plane fuse" in node.snapshotter.log_text()
+    with open(node.config) as file:
+        forced = "plane =" in file.read()
+    why = "plane says so" if forced else "this kernel mounts EROFS from block devices only"
+    assert re.search(f"layers are mounted by plane fuse .*{re.escape(why)}", node.snapshotter.log_text())
 
 
-def test_a_server_that_is_killed_costs_running_containers_and_no_new_one(node: Node, debian: tuple[str, str]) -> None:  # noqa: F811
+def test_a_server_that_is_killed_is_followed_by_another(node: Node, debian: tuple[str, str]) -> None:  # noqa: F811
     ref, namespace = debian
     name = node.containerd.run_detached(ref, "sleep", "1000", snapshotter=SNAPSHOTTER, namespace=namespace)
-    node.expect("the process that serves a layer has died")
     node.expect("was ended by signal 9")
-    killed = servers(node)
+    killed, had = servers(node), lost(node)
     for pid in killed.values():
         os.kill(pid, signal.SIGKILL)
-    wait_until("all losses to be seen", lambda: lost(node) == len(killed))
+    wait_until("all to be followed", lambda: not {0, *killed.values()} & set(servers(node).values()))
+    assert node.containerd.exec(name, "cat", "/opt/weenv/many/0776", namespace=namespace) == "776\n" * 50
     assert node.shell(ref, "cat /etc/weenv-release", namespace) == "top\n"
-    assert not set(servers(node).values()) & set(killed.values())
+    assert lost(node) == had
+    node.containerd.remove_container(name, namespace)
+
+
+def test_servers_that_die_again_and_again_cost_running_containers_and_no_new_one(
+    node: Node,
+    debian: tuple[str, str],  # noqa: F811
+) -> None:
+    ref, namespace = debian
+    name = node.containerd.run_detached(ref, "sleep", "1000", snapshotter=SNAPSHOTTER, namespace=namespace)
+    for text in ("the process that serves a layer has died", "was ended by signal 9", "die one after another"):
+        node.expect(text)
+    had, first = lost(node), firsts(node).values()
+    while alive := {serving(f"{node.run}/layers.sock", each).pid for each in first} - {0}:
+        end_processes(alive)
+    wait_until("all losses to be seen", lambda: lost(node) >= had + len(first))
+    assert node.shell(ref, "cat /etc/weenv-release", namespace) == "top\n"
     with pytest.raises(Failed):  # ENOTCONN; or its process had a page fault meanwhile, and is gone
         node.containerd.exec(name, "cat", "/opt/weenv/many/0777", namespace=namespace)
     node.containerd.remove_container(name, namespace)

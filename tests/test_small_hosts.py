@@ -15,10 +15,12 @@ import pytest
 from weenv.core.errors import ConfigError
 from weenv.plugin.snapshotter.blobfs import holder
 from weenv.plugin.snapshotter.blobfs.holder import Holder
-from weenv.plugin.snapshotter.planes.fusehost import Host, pack
+from weenv.plugin.snapshotter.planes.fusehost import Host
+from weenv.plugin.snapshotter.planes.fuseserver import pack
 
 GARBAGE = [
     b"\0", b"[]", b"{}", b"nonsense", b"\xff\xfe", b"5", b"[" * 60_000, b'{"op":[]}', b'{"op":"attach"}',
+    b'{"op":"keep"}', b'{"op":"keep","pid":1,"mount":[]}', b'{"op":"who","pid":1e999,"start":0}',
     b'{"op":"attach","pid":1e999}', b'{"op":"attach","pid":"x"}', b'{"op":' + b"1" * 5000 + b"}",
 ]  # fmt: skip
 

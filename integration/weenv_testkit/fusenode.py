@@ -1,4 +1,4 @@
-"""A node whose configuration forces the FUSE plane, in the place of the one that a module's tests share."""
+"""A node with the FUSE plane, forced where the kernel would not have it by itself, for a module's tests to share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from weenv.plugin.snapshotter.planes.choose import AUTO, FUSE, choose
 from weenv_testkit.node import Node
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
@@ -18,6 +19,8 @@ def module_node(line: str, home: str, registry: Registry, store: Store) -> Itera
     path = os.path.join(home, f"f{line}")
     os.mkdir(path)
     store.pause()
-    settings = {"blobfs.fill": "enabled = false", "snapshotter": 'plane = "fuse"'}
+    settings = {"blobfs.fill": "enabled = false"}
+    if choose(AUTO, path).name != FUSE:
+        settings["snapshotter"] = 'plane = "fuse"'
     with Node(line, path, registry=registry.host, settings=settings) as running:
         yield running

@@ -12,8 +12,9 @@
 kernel        from                                  good for
 ============  ====================================  =====================================================================
 ``UML``       Debian unstable, boots in a second    limits and reclaim of cgroup v2, at nearly full speed; one CPU, no PSI
+``UML_6_1``   Debian 12, the same                   an old kernel, likewise: no EROFS from files, for one
 ``LINUX_6_12``  Debian 13, boots in some seconds    all else: PSI, two CPUs, dm, fanotify; programs run 10 to 30 times slower
-``LINUX_6_1`` Debian 12, the same                   the same with an old kernel: no EROFS from files, for one
+``LINUX_6_1`` Debian 12, the same                   the same with the old kernel that Debian boots
 ============  ====================================  =====================================================================
 
 :func:`prepare` (``make test`` calls it beforehand) downloads with apt, by the machine's own configuration, into the tool cache
@@ -60,7 +61,7 @@ class Kernel:
     @property
     def emulated(self) -> bool:
         """It runs in QEMU, so that everything is slow."""
-        return self.name != "uml"
+        return self.package != _UML_PACKAGE
 
     @property
     def home(self) -> Path:
@@ -68,12 +69,13 @@ class Kernel:
         return TOOLS / self.name
 
 
-UML = Kernel("uml", "sid", "user-mode-linux")
+_UML_PACKAGE = "user-mode-linux"
+UML = Kernel("uml", "sid", _UML_PACKAGE)
+UML_6_1 = Kernel("uml-6.1", "bookworm", _UML_PACKAGE)
 LINUX_6_12 = Kernel("linux-6.12", "trixie", "linux-image-amd64")
 LINUX_6_1 = Kernel("linux-6.1", "bookworm", "linux-image-amd64")
-KERNELS = (UML, LINUX_6_12, LINUX_6_1)
+KERNELS = (UML, UML_6_1, LINUX_6_12, LINUX_6_1)
 
-_UML = Tool(UML.name, (UML.suite,), (UML.package, "libc6", "libgcc-s1"), ("linux.uml",))
 _QEMU_SUITE = "trixie"
 _QEMU = TOOLS / "qemu"
 _PARTS = (
@@ -106,16 +108,13 @@ def prepare(*kernels: Kernel) -> None:
         return
     with _alone():
         missing = [kernel for kernel in kernels or KERNELS if not _ready(kernel.home)]
-        if UML in missing:
-            fetch_tools.unpack(_UML, PrivateApt(fetch_tools.machine_sources(), _UML.suites))
-            _loadable(UML.home, next((UML.home / "root").glob("usr/lib/uml/modules/*")))
-            _enterable(UML.home / "root")
-            _done(UML.home)
-        emulated = [kernel for kernel in missing if kernel.emulated]
-        if emulated and not _ready(_QEMU):
+        if any(kernel.emulated for kernel in missing) and not _ready(_QEMU):
             _fetch_qemu()
-        for kernel in emulated:
-            _fetch_kernel(kernel)
+        for kernel in missing:
+            if kernel.emulated:
+                _fetch_kernel(kernel)
+            else:
+                _fetch_uml(kernel)
 
 
 @contextlib.contextmanager
@@ -152,6 +151,15 @@ def _filling(final: Path) -> Iterator[Path]:
         os.rename(work, final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _fetch_uml(kernel: Kernel) -> None:
+    """The kernel, which is a program, its C library and its modules."""
+    tool = Tool(kernel.name, (kernel.suite,), (kernel.package, "libc6", "libgcc-s1"), ("linux.uml",))
+    fetch_tools.unpack(tool, PrivateApt(fetch_tools.machine_sources(), tool.suites))
+    _loadable(kernel.home, next((kernel.home / "root").glob("usr/lib/uml/modules/*")))
+    _enterable(kernel.home / "root")
+    _done(kernel.home)
 
 
 def _fetch_qemu() -> None:
@@ -375,6 +383,29 @@ def run(
         )
     finally:
         shutil.rmtree(kit, ignore_errors=True)
+
+
+def run_tests(
+    kernel: Kernel,
+    files: Sequence[str],
+    chosen: str,
+    *,
+    first: str = ":",
+    timeout: float,
+    memory: int = 1024,
+    disk: int = 0,
+    environment: Mapping[str, str] | None = None,
+) -> str:
+    """Run those of this directory's tests that ``chosen`` (pytest's -k) names in a guest, after the shell command ``first``;
+    what both said. Raises Failed where a test fails, or is skipped."""
+    argv = [sys.executable, "-m", "pytest", "-q", "--color=no", "-p", "no:cacheprovider", "-m", "not soak", "--tb=short"]
+    argv += ["-k", chosen, *(f"integration/{name}" for name in files)]
+    script = f"cd {shlex.quote(str(Path(__file__).parents[2]))} && {first} && {shlex.join(argv)}"
+    text = run(kernel, script, timeout=timeout, memory=memory, disk=disk, environment=environment).ok()
+    summary = text.strip().splitlines()[-1]
+    if " passed" not in summary or "skipped" in summary:
+        raise Failed(f"not all tests were run in the guest:\n{text[-3000:]}")
+    return text
 
 
 class _Guest:

@@ -18,13 +18,15 @@ from weenv.plugin.snapshotter.builder import Builder
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.plugin.snapshotter.planes.base import Attachment, Plane, Variant
 from weenv.plugin.snapshotter.planes.erofs import ErofsPlane
-from weenv.plugin.snapshotter.planes.fuse import FusePlane
+from weenv.plugin.snapshotter.planes.fuse import FusePlane, Process, serving
+from weenv.plugin.snapshotter.planes.fuseserver import start_time
 from weenv_testkit import blobfsproc
 from weenv_testkit.blobfsproc import Blobfs
-from weenv_testkit.procs import mounts_under, wait_until
+from weenv_testkit.procs import mounts_under, processes_of, wait_until
 
 T = TypeVar("T")
-PLANES = ("erofs", "fuse")
+PLANES = tuple(os.environ.get("WEENV_TEST_PLANES", "erofs fuse").split())
+"""Those that are tested: in a guest with an older kernel there is one only."""
 
 
 class Rig:
@@ -112,8 +114,9 @@ class Rig:
         return mounts.mounts_below(self.root)[target]
 
     def server(self, target: str) -> int:
-        """The process that serves a mount of the FUSE plane."""
-        return int(self.entry(target).source.split(":")[2])
+        """The process that serves a mount of the FUSE plane; 0 where none does any more."""
+        pid, start = map(int, self.entry(target).source.split(":")[2:])
+        return pid if start_time(pid) == start else serving(f"{self.root}/layers.sock", Process(pid, start)).pid
 
     def directory(self, digest: str) -> str:
         """A layer's directory."""
@@ -146,4 +149,4 @@ def rigged(name: str, path: str, **settings: Any) -> Iterator[Rig]:
         thread.join()
         loop.close()
     if name == "fuse":  # the host ends when nobody needs it
-        wait_until("the host to end", lambda: not os.path.exists(f"{path}/layers.sock"), 30)
+        wait_until("the host to end", lambda: not processes_of(f"{path}/layers.sock"), 60)

@@ -172,6 +172,23 @@ def open_erofs(image: str, device: str) -> DetachedMount:
                 os.close(fs)
 
 
+def open_filesystem(fstype: str) -> DetachedMount:
+    """Mount, read-only, a filesystem of the kernel's own that needs nothing to be told, such as ``fusectl``.
+
+    It is mounted nowhere: open files of it with the descriptor as ``dir_fd``. Raises :class:`MountError`.
+    """
+    fs = -1
+    try:
+        fs = _syscall(_SYS_FSOPEN, fstype.encode(), _FSOPEN_CLOEXEC)
+        _syscall(_SYS_FSCONFIG, fs, _FSCONFIG_CMD_CREATE, None, None, 0)
+        return DetachedMount(_syscall(_SYS_FSMOUNT, fs, _FSMOUNT_CLOEXEC, _MOUNT_ATTR_RDONLY))
+    except OSError as error:
+        raise MountError(f"cannot mount {fstype}: {error.strerror}", errno=error.errno or 0) from error
+    finally:
+        if fs >= 0:
+            os.close(fs)
+
+
 def open_mapped(path: str, namespace: int) -> DetachedMount:
     """A read-only clone of what is at directory ``path``, with its ids mapped as in a user namespace (a descriptor).
 

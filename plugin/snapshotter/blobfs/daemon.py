@@ -34,7 +34,8 @@ from weenv.plugin.snapshotter.blobfs.metrics import Report
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 from weenv.plugin.snapshotter.blobfs.peers import open_peers
 from weenv.plugin.snapshotter.blobfs.repair import TailRepair
-from weenv.plugin.snapshotter.blobfs.server import Server, resend
+from weenv.plugin.snapshotter.blobfs.resend import readers_wait, resend
+from weenv.plugin.snapshotter.blobfs.server import Server
 from weenv.plugin.snapshotter.cache.tables import give_back
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
@@ -209,7 +210,7 @@ class Daemon:
         self._listener = listener
         if connection.old:
             self.table.restore(self.state.nodes)
-            if not resend(self.fuse):
+            if not resend(self.fuse) and readers_wait(config.mountpoint):
                 log.error(
                     "this kernel cannot resend requests: readers that wait now wait forever",
                     extra={"hint": "use Linux 6.9 or newer"},
@@ -268,7 +269,7 @@ class Daemon:
 
     def _on_init(self, agreed: wire.InitOut) -> None:
         if not agreed.flags & wire.HAS_RESEND:
-            log.warning("this kernel does not offer FUSE_HAS_RESEND", extra={"hint": "use Linux 6.9 or newer"})
+            log.info("this kernel does not offer FUSE_HAS_RESEND", extra={"hint": "use Linux 6.9 or newer, or plane fuse"})
         self.state.remember_init(
             {
                 "minor": agreed.minor,

@@ -4,7 +4,7 @@ A READ whose frames are all present is answered by the thread that read it: one 
 ``write``. Anything missing goes to the fetcher, whose decoder threads answer when the last frame is there.
 
 ``kill -9`` at any line here loses nothing: a request that was read and not answered is queued again by the kernel when the
-next server writes NOTIFY_RESEND (:func:`resend`), and every operation may be carried out twice.
+next server writes NOTIFY_RESEND (resend.py), and every operation may be carried out twice.
 """
 
 from __future__ import annotations
@@ -579,17 +579,3 @@ def _is_killed(pid: int) -> bool:
     except (OSError, ValueError):
         return False
     return False
-
-
-def resend(fuse: int) -> bool:
-    """Have the kernel deliver again what an earlier server read and did not answer; False before Linux 6.9.
-
-    Must come before the first read from ``fuse``.
-    """
-    try:
-        os.write(fuse, wire.notify(wire.NOTIFY_RESEND))
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            return False
-        raise
-    return True

@@ -2,14 +2,14 @@
 
 Same layer directory, same metadata image (read here by a program instead of the kernel), same ``data``. What is different:
 
-- A mount ends with its server (fusehost.py). The containers that use the layer then get ENOTCONN for what their page cache
-  does not hold, and have to be started anew; nobody else notices. The snapshotter sees a server die and mounts the layer
-  again, for whoever comes next.
 - Servers belong to no daemon: snapshotter, blobfs and containerd may be killed, restarted and upgraded under them.
+- A server that is killed is followed by another (fusehost.py), and users of the layer notice nothing. Where that cannot be
+  (fuseserver.py), the mount ends: the containers that use it get ENOTCONN for what their page cache does not hold, and have
+  to be started anew; nobody else notices. The snapshotter sees it and mounts the layer again, for whoever comes next.
 - A complete layer needs no other mount: its server goes over to the plain file by itself.
 
-The mount's source in mountinfo says who serves it, as ``weenv-layer:<64 hex digits>:<pid>:<start time>``: so the next
-snapshotter knows whether it still is.
+The mount's source in mountinfo says who served it first, as ``weenv-layer:<64 hex digits>:<pid>:<start time>``: so the next
+snapshotter knows whether it still is served. Where that process is gone, the host knows its successor.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, NamedTuple
 
 from weenv.core import digest as digests
 from weenv.core.errors import FormatError, MountError
@@ -37,7 +37,7 @@ from weenv.plugin.snapshotter.builder import Builder
 from weenv.plugin.snapshotter.cache.present import is_complete
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment, LayerFacts, Variant
-from weenv.plugin.snapshotter.planes.fusehost import PACKET, pack, start_time
+from weenv.plugin.snapshotter.planes.fuseserver import PACKET, pack, start_time
 from weenv.plugin.snapshotter.planes.images import Images
 
 log = logging.getLogger(__name__)
@@ -54,6 +54,20 @@ _START = 120.0
 _HOST = "weenv.plugin.snapshotter.planes.fusehost"
 
 
+class Process(NamedTuple):
+    """A process: its id, and when it began (fuseserver.py, start_time)."""
+
+    pid: int
+    start: int
+
+
+class Watched(NamedTuple):
+    """Whoever serves a mount today, and who was the first."""
+
+    pidfd: int
+    first: Process
+
+
 class FusePlane:
     """See the module's text. ``blobs`` is where blobfs is mounted; ``socket_path`` where the host listens, or is to."""
 
@@ -66,7 +80,8 @@ class FusePlane:
         self._threads = ThreadPoolExecutor(4, thread_name_prefix="mount")
         self._images = Images(dirs, builder, self._threads)
         self._lost: Callable[[str], None] = lambda _: None
-        self._servers: dict[str, int] = {}  # target -> pidfd
+        self._servers: dict[str, Watched] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
         self._starting = asyncio.Lock()
         self._hold: socket.socket | None = None
 
@@ -74,8 +89,9 @@ class FusePlane:
         """Stop the threads; mounts and their servers stay."""
         for target in list(self._servers):
             self._forget(target)
-        if self._hold is not None:
-            self._hold.close()
+        for task in self._tasks:
+            task.cancel()
+        self._release()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def probe(self) -> None:
@@ -93,17 +109,17 @@ class FusePlane:
         await self._host()
         loop = asyncio.get_running_loop()
         try:
-            pid, start = await loop.run_in_executor(self._threads, self._mount, digest, variant, target)
+            first = await loop.run_in_executor(self._threads, self._mount, digest, variant, target)
         except FormatError as error:
             log.warning("metadata image is damaged, building it again: %s", error, extra={"layer": digest})
             await self._images.rebuild(digest, variant)
-            pid, start = await loop.run_in_executor(self._threads, self._mount, digest, variant, target)
-        if not self._watch(target, pid, start):
+            first = await loop.run_in_executor(self._threads, self._mount, digest, variant, target)
+        if not self._watch(target, first, first):
             raise MountError(f"the server of layer {digest} died at once", hint="see the snapshotter's log")
         return Attachment(COMPLETE if is_complete(self.dirs.path(digest)) else LAZY)
 
-    def _mount(self, digest: str, variant: Variant, target: str) -> tuple[int, int]:
-        """Blocking. The process id and start time of the server."""
+    def _mount(self, digest: str, variant: Variant, target: str) -> Process:
+        """Blocking. The server."""
         name = digests.hex_of(digest)
         image = self._images.path(digest, variant)
         wanted = {"directory": self.dirs.path(digest), "image": image, "blobs": self.blobs, "name": name}
@@ -122,12 +138,13 @@ class FusePlane:
                     f",max_read={_MAX_READ}",
                 )  # fmt: skip
                 try:
-                    server.send(pack({"op": "go"}))
+                    entry = mounts.mounts_below(os.path.dirname(target)).get(target)
+                    server.send(pack({"op": "go", "device": entry.device if entry is not None else ""}))
                     _answer(server)
                 except BaseException:
                     mounts.detach(target)
                     raise
-                return int(who["pid"]), int(who["start"])
+                return Process(int(who["pid"]), int(who["start"]))
         except (OSError, ValueError, KeyError) as error:
             code = getattr(error, "errno", 0) or 0
             raise MountError(f"no server for layer {digest}: {error}", errno=code, hint="see the snapshotter's log") from error
@@ -136,11 +153,14 @@ class FusePlane:
                 os.close(fuse)
 
     def usable(self, digest: str, entry: mounts.MountEntry, attachment: Attachment) -> bool:
-        """A mount of this layer whose server lives; its death is told of from now on."""
+        """A mount of this layer that is served; it is told when it no longer is."""
         parts = entry.source.split(":")
         if entry.fstype != FILESYSTEM or len(parts) != 4 or parts[:2] != [_SOURCE, digests.hex_of(digest)]:
             return False
-        return parts[2].isdigit() and parts[3].isdigit() and self._watch(entry.point, int(parts[2]), int(parts[3]))
+        if not (parts[2].isdigit() and parts[3].isdigit()):
+            return False
+        first = Process(int(parts[2]), int(parts[3]))
+        return self._watch(entry.point, first, first) or self._watch(entry.point, first, serving(self.socket_path, first))
 
     def wanted(self, digest: str, attachment: Attachment) -> bool:
         """Never: a server goes over to the plain file by itself, and to the next blobfs."""
@@ -151,36 +171,48 @@ class FusePlane:
         mounts.detach(target)
 
     def on_loss(self, lost: Callable[[str], None]) -> None:
-        """Call ``lost`` with a target, in the event loop, when the server of what is mounted there has died."""
+        """Call ``lost`` with a target, in the event loop, when nobody serves any more what is mounted there."""
         self._lost = lost
 
     # servers
 
-    def _watch(self, target: str, pid: int, start: int) -> bool:
-        """Have the end of a process noticed; False where it is no more."""
+    def _watch(self, target: str, first: Process, now: Process) -> bool:
+        """Have the end of process ``now`` noticed, which serves what ``first`` did; False where it is no more."""
         try:
-            pidfd = os.pidfd_open(pid)
-        except OSError:
+            pidfd = os.pidfd_open(now.pid)
+        except (OSError, OverflowError):
             return False
-        if start_time(pid) != start:
+        if start_time(now.pid) != now.start:
             os.close(pidfd)
             return False
         self._forget(target)
-        self._servers[target] = pidfd
-        asyncio.get_running_loop().add_reader(pidfd, self._died, target, pidfd)
+        self._servers[target] = watched = Watched(pidfd, first)
+        asyncio.get_running_loop().add_reader(pidfd, self._died, target, watched)
         return True
 
-    def _died(self, target: str, pidfd: int) -> None:
-        if self._servers.get(target) == pidfd:
-            self._forget(target)
-            self._lost(target)
+    def _died(self, target: str, watched: Watched) -> None:
+        asyncio.get_running_loop().remove_reader(watched.pidfd)
+        self._spawn(self._follow(target, watched))
+
+    async def _follow(self, target: str, watched: Watched) -> None:
+        """The server of a mount has died: watch the next one, or tell that there is none."""
+        now = await asyncio.get_running_loop().run_in_executor(self._threads, serving, self.socket_path, watched.first)
+        if self._servers.get(target) is not watched or self._watch(target, watched.first, now):
+            return
+        self._forget(target)
+        self._lost(target)
 
     def _forget(self, target: str) -> None:
-        pidfd = self._servers.pop(target, -1)
-        if pidfd >= 0:
+        watched = self._servers.pop(target, None)
+        if watched is not None:
             with contextlib.suppress(RuntimeError):
-                asyncio.get_running_loop().remove_reader(pidfd)
-            os.close(pidfd)
+                asyncio.get_running_loop().remove_reader(watched.pidfd)
+            os.close(watched.pidfd)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     # the host
 
@@ -188,11 +220,41 @@ class FusePlane:
         """See that the host runs, and stays while this process is there. Raises MountError."""
         async with self._starting:
             if self._hold is not None and _ended(self._hold):
-                self._hold.close()
-                self._hold = None
+                self._release()
             if self._hold is None:
                 loop = asyncio.get_running_loop()
                 self._hold = await loop.run_in_executor(self._threads, _start_host, self.socket_path)
+                loop.add_reader(self._hold, self._host_died)
+
+    def _release(self) -> None:
+        """Let the host go, or what is left of it."""
+        if self._hold is not None:
+            with contextlib.suppress(RuntimeError):
+                asyncio.get_running_loop().remove_reader(self._hold)
+            self._hold.close()
+            self._hold = None
+
+    def _host_died(self) -> None:
+        self._release()
+        self._spawn(self._next_host())
+
+    async def _next_host(self) -> None:
+        """Start another, for the servers that there are to be known to it."""
+        try:
+            await self._host()
+        except MountError as error:
+            log.error("the FUSE plane's host has ended, and does not start again: %s", error)
+
+
+def serving(path: str, first: Process) -> Process:
+    """Who serves now what ``first`` did, as the host at ``path`` knows; process id 0 for nobody. Blocking."""
+    try:
+        with _connect(path) as host:
+            host.send(pack({"op": "who", **first._asdict()}))
+            answer = _answer(host)
+        return Process(int(answer["pid"]), int(answer["start"]))
+    except (OSError, ValueError, KeyError):
+        return Process(0, 0)
 
 
 def _connect(path: str) -> socket.socket:
@@ -228,9 +290,13 @@ def _start_host(path: str) -> socket.socket:
     while True:
         try:
             hold = _connect(path)
-            hold.send(pack({"op": "hold"}))
-            _answer(hold)
-            hold.setblocking(False)
+            try:
+                hold.send(pack({"op": "hold"}))
+                _answer(hold)
+                hold.setblocking(False)
+            except BaseException:  # it was just ending
+                hold.close()
+                raise
             if process is not None:
                 process.returncode = 0  # it lives on without us; subprocess would complain about it
             return hold

@@ -1,24 +1,28 @@
-"""The FUSE plane's processes: the host, and one server for each mounted layer.
+"""The FUSE plane's host: it forks a server for each mounted layer, and keeps each mount's connection to the kernel.
 
-pyfuse3 serves one mount in a process, and a mount ends with its server: libfuse takes over no connection whose INIT it did not
-see, so nothing can be restarted under it. Hence a process for each layer that does nothing but serve it: it depends on no
-other process of ours while its layer is complete, waits for the next blobfs while it is not, and a fault in one costs one
-layer. The *host* is a small process with everything imported that forks them, in milliseconds and with most of their memory
-in common. Neither is a child of a daemon's: the host is started by whoever needs it, in a session of its own, and when it
-ends its children live on. It ends by itself when nobody is connected and no layer is served.
+A server (fuseserver.py) does nothing but serve one mount: it depends on no other process of ours while its layer is complete,
+waits for the next blobfs while it is not, and a fault in one costs one layer. The *host* is a small process with everything
+imported that forks them, in milliseconds and with most of their memory in common. It has each connection too, so that one
+whose server is killed does not end with it: the host forks another, which goes on where the last one was. Neither is a
+child of a daemon's: the host is started by whoever needs it, in a session of its own, and when it ends its children live on
+and look for the next one. It ends by itself when nobody is connected and no layer is served.
 
 Protocol on the host's 0600 socket (SOCK_SEQPACKET; one JSON object a packet):
 
 ===========================================  ==========================================================================
-client says                                  answer
+somebody says                                answer
 ===========================================  ==========================================================================
 ``{"op": "hold"}``                           ``{"held": true}``; the host stays for as long as the connection does
+``{"op": "who", "pid", "start"}``            ``{"pid": p, "start": s}`` of the process that serves now what the named one
+                                             was the first to serve; p is 0 where none does
+``{"op": "keep", "pid", "mount"}`` with a    ``{"kept": h}``, to a server: another is started when it dies. h is the host's
+``/dev/fuse`` descriptor                     process id; when that has ended, the next host is to be told the same
 ``{"op": "serve"}``                          ``{"pid": p, "start": s}`` from the new server, which the connection then is to;
                                              s is its start time as proc_pid_stat(5) has it (field 22)
 then: ``{"directory", "image", "blobs",      ``{"ready": true}`` when the image was read and checked, or ``{"error": kind,
 "name"}`` with a ``/dev/fuse`` descriptor    "message": text}`` and its end
-then, mounted: ``{"op": "go"}``              ``{"serving": true}`` once the kernel was answered; the server lives on until
-                                             nothing uses the mount any more
+then, mounted: ``{"op": "go", "device":      ``{"serving": true}`` once the kernel was answered; the server lives on until
+"MAJOR:MINOR"}``                             nothing uses the mount any more
 ===========================================  ==========================================================================
 
 A connection that closes before ``go`` ends the server.
@@ -27,52 +31,52 @@ A connection that closes before ``go`` ends the server.
 from __future__ import annotations
 
 import argparse
-import asyncio
 import contextlib
 import fcntl
 import gc
 import json
 import logging
-import mmap
 import os
+import resource
 import select
 import socket
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from weenv.core import log as logs
-from weenv.core import procfs
-from weenv.core.errors import FormatError
 from weenv.core.process import outlive
 from weenv.core.unixsocket import bind_private, is_trusted
+from weenv.plugin.snapshotter.planes.fuseserver import GAVE_UP, PACKET, Mounted, go_on, pack, serve_new, start_time
 
 log = logging.getLogger(__name__)
 
-PACKET: Final = 64 << 10
-_IN_MEMORY: Final = 16 << 20
-"""Bytes of an image up to which it is read into memory: a mapping of a file on a broken disk ends the process (SIGBUS)."""
 _LINGER: Final = 1.0
 """Seconds for which a host that nobody needs stays."""
-_TASKS: Final = 256
-"""Requests of one layer at a time; each has a buffer of a megabyte of address space, of which a page is touched."""
+_DEATHS: Final = 5
+"""Servers of one mount that may die within a minute: whatever they die of would go on."""
 
 
-def pack(message: dict[str, Any]) -> bytes:
-    """A packet."""
-    return json.dumps(message, separators=(",", ":")).encode()
+@dataclass(slots=True)
+class Kept:
+    """A mount that is served, and its connection to the kernel; when (time.monotonic) its last servers died."""
 
+    mount: Mounted
+    fuse: int
+    pid: int
+    deaths: list[float] = field(default_factory=list)
 
-def start_time(pid: int) -> int:
-    """When a process began, in ticks since boot; with its id it names a process for good. 0 where there is none."""
-    try:
-        found = procfs.stat(pid)
-    except OSError:
-        return 0
-    return 0 if found.dead else found.start
+    def used(self) -> bool:
+        """Whether anybody has it mounted still: else the kernel has ended the connection (fs/fuse/dev.c, fuse_dev_poll)."""
+        return not _ready(self.fuse, 0)
 
-
-# the host
+    def hopeless(self) -> bool:
+        """Count a death; whether there were too many."""
+        now = time.monotonic()
+        self.deaths = [*(at for at in self.deaths if at > now - 60), now]
+        return len(self.deaths) > _DEATHS
 
 
 class Host:
@@ -83,6 +87,8 @@ class Host:
         self.poll = select.poll()
         self.clients: dict[int, socket.socket] = {}
         self.servers: dict[int, int] = {}  # pidfd -> pid
+        self.kept: dict[int, Kept] = {}  # by the process that serves it
+        self._own: list[int] = []
 
     def run(self) -> None:
         """Serve until nobody needs it. Raises OSError, and FileExistsError where another host serves the socket."""
@@ -97,7 +103,7 @@ class Host:
             listener.listen(64)
             listener.setblocking(False)
             self.poll.register(listener, select.POLLIN)
-            self._kept = [lock, listener.fileno()]
+            self._own = [lock, listener.fileno()]
             needed = time.monotonic()
             while self.clients or self.servers or time.monotonic() < needed + _LINGER:
                 if self.clients or self.servers:
@@ -123,112 +129,120 @@ class Host:
         self.clients[client.fileno()] = client
         self.poll.register(client, select.POLLIN)
 
-    def _reap(self, fd: int) -> None:
-        self.poll.unregister(fd)
-        _, status = os.waitpid(self.servers.pop(fd), 0)
-        os.close(fd)
-        if os.WIFSIGNALED(status):
-            log.error("a layer's server was ended by signal %d", os.WTERMSIG(status))
-
     def _client(self, fd: int) -> None:
         client = self.clients[fd]
+        descriptors: list[int] = []
+        operation = ""
         try:
-            packet = client.recv(PACKET)
-            operation = json.loads(packet)["op"] if packet else ""
+            packet, descriptors, _, _ = socket.recv_fds(client, PACKET, 1)
+            message: dict[str, Any] = json.loads(packet) if packet else {"op": ""}
+            operation = str(message["op"])
+            if operation == "keep":
+                self._keep(int(message["pid"]), Mounted.of(message["mount"]), descriptors.pop())
+                client.send(pack({"kept": os.getpid()}))
             if operation == "hold":
                 client.send(pack({"held": True}))
                 return
-        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            if operation == "who":
+                pid = self._serving(int(message["pid"]), int(message["start"]))
+                client.send(pack({"pid": pid, "start": start_time(pid)}))
+        except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
             operation = ""  # it is gone, or no client of ours
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
         self.poll.unregister(fd)
         del self.clients[fd]
         if operation == "serve":
-            self._serve(client)
+            self._start(lambda: serve_new(client, self.path))
         client.close()
 
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            pid = os.fork()
-        except OSError as error:  # the client sees the connection end
-            log.error("a layer's server cannot be started: %s", error)
+    def _keep(self, pid: int, mount: Mounted, fuse: int) -> None:
+        """Keep the connection that process ``pid`` serves. It may be no child of ours, but of the host before."""
+        known = self.kept.get(pid)
+        if known is not None:
+            os.close(fuse)
             return
-        if pid == 0:
-            self._become_server(client)
+        if pid not in self.servers.values():
+            try:
+                self._watch(pid)
+            except BaseException:
+                os.close(fuse)
+                raise
+        self.kept[pid] = Kept(mount, fuse, pid)
+
+    def _serving(self, pid: int, start: int) -> int:
+        for pidfd in list(self.servers):  # who asks may have seen a death before we did
+            self._reap(pidfd)
+        return next((kept.pid for kept in self.kept.values() if (kept.mount.pid, kept.mount.start) == (pid, start)), 0)
+
+    # servers
+
+    def _watch(self, pid: int) -> None:
         pidfd = os.pidfd_open(pid)
         self.servers[pidfd] = pid
         self.poll.register(pidfd, select.POLLIN)
 
-    def _become_server(self, client: socket.socket) -> None:
-        """In the child: serve one layer, and never return."""
+    def _reap(self, fd: int) -> None:
+        if not _ready(fd, select.POLLIN):  # another one's, whose descriptor has the number of one that is gone
+            return
+        self.poll.unregister(fd)
+        pid = self.servers.pop(fd)
+        os.close(fd)
+        status = -1
+        with contextlib.suppress(ChildProcessError):  # it was the last host's
+            _, status = os.waitpid(pid, 0)
+        kept = self.kept.pop(pid, None)
+        if status >= 0 and os.WIFSIGNALED(status):
+            log.error("a layer's server was ended by signal %d", os.WTERMSIG(status))
+        if kept is None:
+            return
+        gave_up = status >= 0 and os.WIFEXITED(status) and os.WEXITSTATUS(status) == GAVE_UP
+        if kept.used() and not gave_up:
+            if not kept.hopeless():
+                self._go_on(kept)
+                return
+            log.error("a layer's servers die one after another; whoever uses its mount has to be started anew")
+        os.close(kept.fuse)
+
+    def _go_on(self, kept: Kept) -> None:
+        """Have another process serve what the last one did."""
+        pid = self._start(lambda: go_on(kept.mount, kept.fuse, self.path))
+        if not pid:
+            os.close(kept.fuse)
+            return
+        kept.pid = pid
+        self.kept[pid] = kept
+
+    def _start(self, work: Callable[[], int]) -> int:
+        """Fork a server that does ``work``; its process id, 0 for none."""
+        try:
+            pid = os.fork()
+        except OSError as error:  # the client sees the connection end
+            log.error("a layer's server cannot be started: %s", error)
+            return 0
+        if pid == 0:
+            self._become_server(work)
+        self._watch(pid)
+        return pid
+
+    def _become_server(self, work: Callable[[], int]) -> None:
+        """In the child: serve one layer, and never return. What is another's is closed: a mount ends with the last copy."""
         code = 1
         try:
-            for fd in (*self._kept, *self.clients, *self.servers):
+            for fd in (*self._own, *self.clients, *self.servers, *(kept.fuse for kept in self.kept.values())):
                 os.close(fd)
-            with client:
-                serve_layer(client)
-            code = 0
+            code = work()
         except Exception:
             log.exception("a layer's server failed")
         finally:
             os._exit(code)  # no clean-up that was the host's
 
 
-# a layer's server
-
-
-def serve_layer(client: socket.socket) -> None:
-    """Serve what ``client`` says until nothing uses the mount any more."""
-    client.send(pack({"pid": os.getpid(), "start": start_time(os.getpid())}))
-    packet, descriptors, _, _ = socket.recv_fds(client, PACKET, 1)
-    if not packet or not descriptors:
-        return
-    wanted = json.loads(packet)
-    try:
-        data = _load(str(wanted["image"]))
-        asyncio.run(_serve(client, descriptors[0], data, wanted))
-    except FormatError as error:
-        client.send(pack({"error": "FormatError", "message": error.message}))
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            client.send(pack({"error": "MountError", "message": str(error)}))
-
-
-def _load(path: str) -> memoryview:
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size
-        if size <= _IN_MEMORY:
-            return memoryview(file.read())
-        return memoryview(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ))
-
-
-async def _serve(client: socket.socket, fuse: int, data: memoryview, wanted: dict[str, Any]) -> None:
-    import pyfuse3
-
-    from weenv.layer.erofs.reader import Image
-    from weenv.plugin.snapshotter.planes.layerfs import LayerFs
-    from weenv.plugin.snapshotter.planes.stream import Stream
-
-    def begun() -> None:
-        client.send(pack({"serving": True}))
-        client.close()
-
-    image = Image(data)
-    stream = Stream(str(wanted["directory"]), str(wanted["blobs"]), str(wanted["name"]))
-    # libfuse takes a connection that was made before: "/dev/fd/N" as mount point (lib/mount_util.c, fuse_mnt_parse_fuse_fd)
-    pyfuse3.init(LayerFs(image, stream, begun), f"/dev/fd/{fuse}", set())
-    client.send(pack({"ready": True}))
-    if not client.recv(PACKET):
-        return
-    ended = asyncio.Event()
-    with select.epoll() as connection:
-        connection.register(fuse, 0)  # EPOLLERR alone: nothing uses the mount any more (fs/fuse/dev.c, fuse_dev_poll)
-        asyncio.get_running_loop().add_reader(connection.fileno(), ended.set)
-        tasks = asyncio.create_task(pyfuse3.main(min_tasks=4, max_tasks=_TASKS)), asyncio.create_task(stream.tend())
-        tasks[0].add_done_callback(lambda _: ended.set())
-        await ended.wait()
-        if tasks[0].done() and (error := tasks[0].exception()) is not None:
-            log.error("a layer's server failed: %s", error)
-        os._exit(0)  # readers of pages that nobody wants any more may still wait for blobfs
+def _ready(fd: int, events: int) -> bool:
+    poll = select.poll()
+    poll.register(fd, events)
+    return bool(poll.poll(0))
 
 
 def main() -> None:
@@ -246,6 +260,8 @@ def main() -> None:
         sys.exit(f"pyfuse3 cannot be imported: {error}")
     pyfuse3.asyncio.enable()
     outlive()
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two descriptors a layer
     gc.collect()
     gc.freeze()
     try:

@@ -35,6 +35,7 @@ def _answered(method: Handler) -> Handler:
 
     @functools.wraps(method)
     async def call(self: LayerFs, *args: Any) -> Any:
+        self.in_hand += 1
         try:
             return await method(self, *args)
         except pyfuse3.FUSEError:
@@ -48,6 +49,8 @@ def _answered(method: Handler) -> Handler:
         except Exception as error:
             log.exception("a request failed")
             raise pyfuse3.FUSEError(errno.EIO) from error
+        finally:
+            self.in_hand -= 1
 
     return cast(Handler, call)
 
@@ -61,6 +64,8 @@ class LayerFs(pyfuse3.Operations):
         super().__init__()
         self.image = image
         self.stream = stream
+        self.in_hand = 0
+        """Requests that have been read, and not answered."""
         self._begun = begun
         self._told: set[str] = set()
 
@@ -173,5 +178,3 @@ class LayerFs(pyfuse3.Operations):
 
     async def forget(self, inode_list: Any) -> None:
         """Nothing was kept."""
-
-

@@ -39,9 +39,10 @@ def test_all_that_a_plane_is_asked_on_linux_6_1() -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(1900)
-def test_lazy_containers_on_linux_6_1() -> None:
-    """With containerd and runc of both lines, on nodes whose configuration says nothing of planes."""
-    run_tests(UML_6_1, ["test_planes_containerd.py"], "1.7 or 2.1", timeout=1800, memory=4000, disk=6000)
+@pytest.mark.parametrize(("file", "lines"), [("test_planes_containerd.py", "1.7 or 2.1"), ("test_lazy_containerd.py", "2.1")])
+def test_lazy_containers_on_linux_6_1(file: str, lines: str) -> None:
+    """With containerd and runc, on nodes whose configuration says nothing of planes."""
+    run_tests(UML_6_1, [file], lines, timeout=1800, memory=4000, disk=6000)
 
 
 @pytest.mark.soak
@@ -53,3 +54,4 @@ def test_doctor_chooses_the_fuse_plane(kernel: Kernel) -> None:
     assert findings["plane"]["state"] == "warn"
     assert findings["plane"]["seen"].startswith("fuse: this kernel mounts EROFS from block devices only"), findings["plane"]
     assert "6.12" in findings["plane"]["remedy"]
+    assert "FUSE resend" not in findings, "this plane does without"

@@ -145,6 +145,7 @@ class _Server:
         self.stream = Stream(mount.directory, mount.blobs, mount.name)
         self.files = LayerFs(Image(image), self.stream, self._begun)
         self._client: socket.socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
         self._feed, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._number = theirs.detach()
         pyfuse3.init(self.files, f"/dev/fd/{self._number}", set())
@@ -154,8 +155,13 @@ class _Server:
         os.dup2(self.fuse, self._number, inheritable=False)
         self._feed.close()
         if self._client is not None:
-            self._client.send(pack({"serving": True}))
-            self._client.close()
+            asyncio.get_running_loop().call_soon(self._answered, self._client)
+
+    def _answered(self, client: socket.socket) -> None:
+        """The kernel has its answer to INIT: another server could go on from here."""
+        self._tasks.append(asyncio.create_task(self._stay_kept(self._keep())))
+        client.send(pack({"serving": True}))
+        client.close()
 
     async def serve_new(self, client: socket.socket) -> int:
         """As the first. The exit status."""
@@ -170,16 +176,16 @@ class _Server:
         init = os.read(self.fuse, _REQUEST)
         self.mount = replace(self.mount, device=str(json.loads(packet)["device"]), init=init.hex())
         self._client = client
-        return await self._serve(init, [self._stay_kept(self._keep())])  # kept before the client is told that it serves
+        return await self._serve(init)
 
     async def go_on(self) -> int:
         """As the next. The exit status."""
-        more = [self._stay_kept(self._keep())]
+        self._tasks.append(asyncio.create_task(self._stay_kept(self._keep())))
         if not resend(self.fuse):
-            more.append(self._settle_debts())
-        return await self._serve(bytes.fromhex(self.mount.init), more)
+            self._tasks.append(asyncio.create_task(self._settle_debts()))
+        return await self._serve(bytes.fromhex(self.mount.init))
 
-    async def _serve(self, init: bytes, more: list[Any]) -> int:
+    async def _serve(self, init: bytes) -> int:
         import pyfuse3
 
         self._feed.send(init)
@@ -187,20 +193,20 @@ class _Server:
         with select.epoll() as connection:
             connection.register(self.fuse, 0)  # EPOLLERR alone: nothing uses the mount any more (fs/fuse/dev.c, fuse_dev_poll)
             asyncio.get_running_loop().add_reader(connection.fileno(), ended.set)
-            tasks = [asyncio.create_task(each) for each in (self.stream.tend(), *more)]
+            self._tasks.append(asyncio.create_task(self.stream.tend()))
             main = asyncio.create_task(pyfuse3.main(min_tasks=4, max_tasks=_TASKS))
             main.add_done_callback(lambda _: ended.set())
             await ended.wait()
             if main.done() and (error := main.exception()) is not None:
                 log.error("a layer's server failed: %s", error)
-            del tasks
             os._exit(0)  # readers of pages that nobody wants any more may still wait for blobfs
 
     # the host
 
     def _keep(self) -> int:
         """Have the host keep the connection; a pidfd of the host, -1 where there is none now."""
-        with contextlib.suppress(OSError, ValueError), connected(self.host, _PATIENCE, socket.SOCK_SEQPACKET) as host:
+        known = OSError, ValueError, LookupError
+        with contextlib.suppress(*known), connected(self.host, _PATIENCE, socket.SOCK_SEQPACKET) as host:
             socket.send_fds(host, [pack({"op": "keep", "pid": os.getpid(), "mount": asdict(self.mount)})], [self.fuse])
             return os.pidfd_open(int(json.loads(host.recv(PACKET))["kept"]))
         return -1

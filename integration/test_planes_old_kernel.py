@@ -1,6 +1,6 @@
 """Linux 6.1, which cannot mount EROFS from files: the FUSE plane is chosen there by itself, and does all that it does here.
 
-User-mode Linux has that kernel at nearly full speed; the one that Debian 12 boots runs in an emulator, for doctor alone.
+User-mode Linux has that kernel at nearly full speed; the one that Debian 12 boots runs in an emulator, so that little is asked.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ printf '[snapshotter]\nroot = "/var/tmp/weenv"\n' > /tmp/weenv.toml  # on a disk
 tr -d '\\n' < /tmp/doctor.json; echo
 """
 ONE_PLANE = {"WEENV_TEST_PLANES": "fuse"}
+BOTH = ["test_planes.py", "test_planes_processes.py"]
 SOME = "another_goes_on or owes_an_answer"
 """What is mounted is what GNU tar extracts, and servers that are killed, at rest and while they owe something."""
 
 
 @pytest.mark.timeout(300)
 def test_the_plane_on_linux_6_1() -> None:
-    run_tests(UML_6_1, ["test_planes.py"], SOME, timeout=250, disk=1000, environment=ONE_PLANE)
+    run_tests(UML_6_1, ["test_planes_processes.py"], SOME, timeout=250, disk=1000, environment=ONE_PLANE)
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1300)
 def test_all_that_a_plane_is_asked_on_linux_6_1() -> None:
-    run_tests(UML_6_1, ["test_planes.py"], "test", timeout=1200, memory=2000, disk=3000, environment=ONE_PLANE)
+    run_tests(UML_6_1, BOTH, "test", timeout=1200, memory=2000, disk=3000, environment=ONE_PLANE)
 
 
 @pytest.mark.soak
@@ -43,6 +44,13 @@ def test_all_that_a_plane_is_asked_on_linux_6_1() -> None:
 def test_lazy_containers_on_linux_6_1(file: str, lines: str) -> None:
     """With containerd and runc, on nodes whose configuration says nothing of planes."""
     run_tests(UML_6_1, [file], lines, timeout=1800, memory=4000, disk=6000)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1900)
+def test_the_plane_on_the_kernel_that_debian_12_boots() -> None:
+    some = "another_goes_on or whiteouts"
+    run_tests(LINUX_6_1, BOTH, some, timeout=1800, memory=2000, disk=1000, environment=ONE_PLANE)
 
 
 @pytest.mark.soak

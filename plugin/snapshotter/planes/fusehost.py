@@ -55,18 +55,22 @@ log = logging.getLogger(__name__)
 
 _LINGER: Final = 1.0
 """Seconds for which a host that nobody needs stays."""
+_YOUNG: Final = 2.0
+"""Seconds."""
 _DEATHS: Final = 5
-"""Servers of one mount that may die within a minute: whatever they die of would go on."""
+"""Servers of one mount that may die young, one after another: whatever they die of would go on."""
 
 
 @dataclass(slots=True)
 class Kept:
-    """A mount that is served, and its connection to the kernel; when (time.monotonic) its last servers died."""
+    """A mount that is served, and its connection to the kernel; since when (time.monotonic) by process ``pid``, and how many
+    before that died young."""
 
     mount: Mounted
     fuse: int
     pid: int
-    deaths: list[float] = field(default_factory=list)
+    since: float = field(default_factory=time.monotonic)
+    young: int = 0
 
     def used(self) -> bool:
         """Whether anybody has it mounted still: else the kernel has ended the connection (fs/fuse/dev.c, fuse_dev_poll)."""
@@ -75,8 +79,9 @@ class Kept:
     def hopeless(self) -> bool:
         """Count a death; whether there were too many."""
         now = time.monotonic()
-        self.deaths = [*(at for at in self.deaths if at > now - 60), now]
-        return len(self.deaths) > _DEATHS
+        self.young = self.young + 1 if now < self.since + _YOUNG else 0
+        self.since = now
+        return self.young > _DEATHS
 
 
 class Host:

@@ -461,8 +461,9 @@ class Reader:
     def notices(self, kind: str) -> int | None:
         """A descriptor that has POLLPRI from the next time on that a limit of ``memory`` or of ``pids`` is met.
 
-        That is a change of ``memory.events`` (v2 alone) or ``pids.events`` (v1 has it, but Linux 6.18 tells nobody of it); reading the descriptor makes it wait for
-        the next (fs/kernfs/file.c, kernfs_generic_poll). None where there is no such file. The caller closes it.
+        That is a change of ``memory.events`` (v2 alone) or ``pids.events`` (v1 has it, but Linux 6.18 tells nobody of it);
+        reading the descriptor makes it wait for the next (fs/kernfs/file.c, kernfs_generic_poll). None where there is no such
+        file. The caller closes it.
         """
         directory = self.paths.pids if kind == "pids" else self.paths.memory
         if not directory:

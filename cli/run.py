@@ -174,7 +174,7 @@ def exec_(environment: str, command: tuple[str, ...], **o: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 @node_options
 def ps(everything: bool, quiet: bool, as_json: bool, **o: Any) -> None:
-    """List environments.
+    """List environments, without those that a command or program which was killed has left: they are removed first.
 
     \b
     Examples:
@@ -183,8 +183,9 @@ def ps(everything: bool, quiet: bool, as_json: bool, **o: Any) -> None:
     """
 
     async def work(node: Node) -> list[dict[str, Any]]:
-        from weenv.environment import listing
+        from weenv.environment import lifecycle, listing
 
+        await lifecycle.tidy(node)
         return await listing.rows(node, everything=everything)
 
     rows = on_node(o, work)
@@ -270,7 +271,7 @@ def stop(environments: tuple[str, ...], grace: float, **o: Any) -> None:
 @click.command()
 @click.option("-f", "--force", is_flag=True, help="Also what runs: it is killed.")
 @click.option("-a", "--all", "everything", is_flag=True, help="All environments of the namespace.")
-@click.option("--sweep", is_flag=True, help="Only what killed commands left behind; every weenv rm removes that.")
+@click.option("--sweep", is_flag=True, help="Only what killed commands left behind; weenv run, ps and rm remove that, too.")
 @node_options
 @click.argument("environments", nargs=-1)
 def rm(environments: tuple[str, ...], force: bool, everything: bool, sweep: bool, **o: Any) -> None:

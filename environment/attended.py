@@ -81,14 +81,17 @@ async def detached(node: Node, wanted: Wanted) -> str:
 
             await run_mutations(node, made, ready)
         await lifecycle.hand_over(node, made, remove_at_end=wanted.remove)
-    await _sweep(node)
+    await lifecycle.tidy(node)
     return made.container.id
 
 
 async def attached(node: Node, wanted: Wanted) -> int:
     """Start, connect the streams, wait, and remove it where that is asked for; the exit status."""
     async with _Signals(node) as signals:
-        return await _attached(node, wanted, signals)
+        status = await _attached(node, wanted, signals)
+    if not signals.caught:
+        await lifecycle.tidy(node)
+    return status
 
 
 async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
@@ -126,7 +129,7 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
                     helpers.append(asyncio.ensure_future(_feed(node, container, "", streams[-1])))
                 if size is not None:
                     helpers.append(asyncio.ensure_future(_follow_size(node, container, "", size)))
-                helpers.append(asyncio.ensure_future(_sweep(node)))
+                helpers.append(asyncio.ensure_future(lifecycle.tidy(node)))
                 status = await streams[-1].unless_failed(lifecycle.wait(node, container))
                 if status is not None:
                     ended = True
@@ -144,11 +147,6 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
         return BROKEN_PIPE
     assert status is not None
     return status.status
-
-
-async def _sweep(node: Node) -> None:
-    with contextlib.suppress(WeenvError):
-        await lifecycle.sweep(node)
 
 
 async def _beside(node: Node, wanted: Wanted, ready: Ready, made: lifecycle.Started, signals: _Signals) -> int:

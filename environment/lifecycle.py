@@ -4,8 +4,9 @@ Nothing is left behind, whoever dies when. The container record comes first: its
 containerd's collector from the moment that is made, so no lease has to be renewed, and whatever comes after hangs on a
 record that carries our labels. Removal takes the record last; each step may find its work done. While an environment is
 being made, and afterwards where it is to be removed at its end, it has the label ``dev.weenv.rm`` with the mark of its
-owner (owner.py); :func:`sweep`, which every command calls, removes those whose owner is gone and those without owner that
-have ended, and the leases of those who were killed while they composed. :func:`hand_over` makes one outlive its maker.
+owner (owner.py); :func:`sweep`, which ``weenv run``, ``ps`` and ``rm`` call, removes those whose owner is gone and those
+without owner that have ended, and the leases of those who were killed while they composed. :func:`hand_over` makes one
+outlive its maker.
 
 ::
 
@@ -40,6 +41,8 @@ from weenv.plugin.containerd.types import Mount
 
 T = TypeVar("T")
 
+SWEEPING = 10.0
+"""Seconds that a command which has something else to do gives to what others have left."""
 _LOST = frozenset({"UNAVAILABLE"})
 _GONE = frozenset({"NOT_FOUND"})
 
@@ -376,6 +379,13 @@ async def sweep(node: Node) -> list[str]:
         if await asyncio.to_thread(owner.is_orphan, lease.id, lease.labels):
             await _unless(_GONE, node.namespace.delete_lease(lease.id))  # what it kept is collected then
     return removed
+
+
+async def tidy(node: Node) -> None:
+    """:func:`sweep` for SWEEPING seconds at most; what fails, or takes longer, is left to the next command."""
+    with contextlib.suppress(WeenvError, TimeoutError):
+        async with asyncio.timeout(SWEEPING):
+            await sweep(node)
 
 
 def base_process(container: Container) -> Mapping[str, object]:

@@ -420,6 +420,8 @@ class _One:
                 call(_SNAPSHOTS, "Remove", "RemoveSnapshotRequest", key, _EMPTY)
             self._clear()
             call(_CONTAINERS, "Delete", "DeleteContainerRequest", {"id": self.container}, _EMPTY)
+            while self.listing:  # of one that was over at once the answers may have come only now
+                self._look(self.client.result(self.listing.pop()) or {})
         except QuickError:
             self._ordinarily("remove")
         finally:
@@ -452,7 +454,7 @@ class _One:
                 if what == "remove":
                     await lifecycle.remove(node, self.container, ended=self.ended)
                 else:
-                    await lifecycle.sweep(node)
+                    await lifecycle.tidy(node)
 
         asyncio.run(go())
 

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -153,6 +154,30 @@ def test_killed_caller_leaves_nothing_after_the_next_command(bench: Bench, after
     child.wait()
     bench.ok("run", "--rm", bench.plan, "--", "true")
     wait_until("the sweep", lambda: bench.ok("rm", "--sweep") is not None and not bench.left(), 15, 0.2)
+
+
+PROGRAM = """
+import sys, time, weenv
+env = weenv.Environment.start(sys.argv[1], config=sys.argv[2])
+print(env.id, flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("command", ["ps", "quick", "ordinary", "init"])
+def test_what_a_killed_program_leaves_is_gone_after_the_next_command(bench: Bench, command: str) -> None:
+    bench.ok("run", "--rm", bench.plan, "--", "true")  # remembered now: the quick way takes it
+    child = subprocess.Popen([sys.executable, "-c", PROGRAM, bench.plan, bench.config], stdout=subprocess.PIPE)
+    with child:
+        assert child.stdout is not None
+        name = child.stdout.readline().decode().strip()
+        assert name in bench.ok("ps", "-q").split(), "its owner lives"
+        child.kill()
+    if command == "ps":
+        assert name not in bench.ok("ps", "-a", "-q").split()
+    else:
+        bench.ok("run", "--rm", *{"quick": (), "ordinary": ("-i",), "init": ("--init",)}[command], bench.plan, "--", "true")
+    assert name not in bench.node.containerd.ctr("containers", "ls", "-q", namespace=NAMESPACE).split()
 
 
 def test_a_plan_file_changes_nothing_but_itself(bench: Bench) -> None:

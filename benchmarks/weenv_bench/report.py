@@ -131,8 +131,10 @@ def save(path: str, rows: list[Row], facts: dict[str, Any]) -> None:
             old = json.load(file)
     parts = {row.part for row in rows}
     kept = [row for row in old["rows"] if row["part"] not in parts]
-    new = [{**asdict(row), "date": datetime.datetime.now().isoformat(timespec="seconds")} for row in rows]
+    here = machine()
+    when = {"date": datetime.datetime.now().isoformat(timespec="seconds"), "commit": here["commit"]}
+    new = [{**asdict(row), **when} for row in rows]
     os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
     with open(path + ".tmp", "w") as file:
-        json.dump({"machine": machine(), "rows": kept + new, "facts": _merged(old["facts"], facts)}, file, indent=1)
+        json.dump({"machine": here, "rows": kept + new, "facts": _merged(old["facts"], facts)}, file, indent=1)
     os.rename(path + ".tmp", path)

@@ -13,8 +13,8 @@
         await env.exec(["true"])
 
 What is started is a process that only waits, in any image; commands run beside it. The environment is removed when the
-block ends, and by the next ``weenv`` command on the machine should this process be killed. :class:`Environment` may be
-used from any number of threads; each call blocks its own.
+block ends, and by the next ``weenv run``, ``ps`` or ``rm`` on the machine should this process be killed.
+:class:`Environment` may be used from any number of threads; each call blocks its own.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ import signal
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from weenv.environment import lifecycle
+from weenv.environment import arguments, lifecycle
 from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes, run_mutations
 from weenv.environment.model import Plan
 from weenv.environment.node import Node, NodeConfig, load
 from weenv.environment.notlazy import LABEL as NOT_LAZY
 from weenv.environment.notlazy import NotLazyGroup, from_label
 from weenv.environment.rootfs import open_process_root, read_account_files, read_file, write_file
-from weenv.environment.spec import Limits, Options, parse_bind
+from weenv.environment.spec import Options
 from weenv.environment.users import User, resolve_user
 from weenv.plugin.containerd.runtime import Container, Status
 
@@ -46,7 +47,7 @@ def _settings(config: NodeConfig | str | os.PathLike[str] | None) -> NodeConfig:
     """The node's configuration, from the file that is named or from the machine's. Raises ConfigError."""
     if isinstance(config, NodeConfig):
         return config
-    return load() if config is None else load(os.fspath(config))
+    return load() if config is None else load(arguments.text("config", config))
 
 
 class AsyncEnvironment:
@@ -71,7 +72,7 @@ class AsyncEnvironment:
         user: str = "",
         binds: Sequence[str] = (),
         cpus: float = 0.0,
-        memory: int = 0,
+        memory: int | str = 0,
         pids: int = 0,
         network: str | None = None,
         name: str = "",
@@ -80,25 +81,29 @@ class AsyncEnvironment:
     ) -> AsyncEnvironment:
         """Start a plan (or the path of one, or an image).
 
-        ``command`` replaces the process that waits; ``binds`` are ``SOURCE:TARGET[:ro]``; ``memory`` is in bytes, ``cpus``
-        in cores, 0 for what the plan says. ``keep``: it outlives the block and this process. ``config``: the path of a
-        configuration file, or what :func:`weenv.load_config` gives; by default the machine's. Raises WeenvError.
+        ``command`` replaces the process that waits; ``binds`` are ``SOURCE:TARGET[:ro]``; ``memory`` is in bytes, or a text
+        such as ``512m``; ``cpus`` in cores, 0 for what the plan says. ``keep``: it outlives the block and this process.
+        ``config``: the path of a configuration file, or what :func:`weenv.load_config` gives; by default the machine's.
+        Raises WeenvError.
         """
         settings = _settings(config)
-        node = Node(settings)
         # What is given as a path is a file, whatever it is called; a text may be an image.
-        target = plan if isinstance(plan, Plan | str) else os.path.abspath(plan)
+        target = plan if isinstance(plan, Plan) else arguments.text("plan", plan)
+        target = os.path.abspath(target) if isinstance(plan, os.PathLike) else target
+        name = arguments.text("name", name)
+        args = arguments.words("command", () if command is None else command)
+        options = Options(
+            args=args,
+            env=arguments.variables("env", env),
+            cwd=arguments.text("cwd", cwd),
+            user=arguments.text("user", user),
+            binds=arguments.binds("binds", binds),
+            limits=arguments.limits(cpus, memory, pids),
+            network=arguments.network("network", network) or settings.run.network,
+            waits=not args,
+        )
+        node = Node(settings)
         try:
-            options = Options(
-                args=tuple(command or ()),
-                env=dict(env or {}),
-                cwd=cwd,
-                user=user,
-                binds=tuple(parse_bind(text) for text in binds),
-                limits=Limits(cpus, memory, pids),
-                network=network or settings.run.network,
-                waits=not command,
-            )
             ready, made = await lifecycle.begin(node, target, lambda _: options, name=name)
             await run_mutations(node, made, ready)
             if keep:
@@ -113,7 +118,7 @@ class AsyncEnvironment:
         """A handle of an environment that runs already; closing it leaves it running. Raises NoSuchEnvironment."""
         node = Node(_settings(config))
         try:
-            container = await lifecycle.find(node, name)
+            container = await lifecycle.find(node, arguments.text("name", name))
             process = await node.tasks.get(container.id)
             if process.status is not Status.RUNNING:
                 raise lifecycle.NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended")
@@ -159,17 +164,25 @@ class AsyncEnvironment:
         env: Mapping[str, str] | None = None,
         cwd: str = "",
         user: str = "",
-        input: bytes | None = None,  # noqa: A002 - as subprocess.run has it
+        input: bytes | str | None = None,  # noqa: A002 - as subprocess.run has it
         limit: int = LIMIT,
     ) -> ExecResult:
         """Run a command and wait for it.
 
         After ``timeout`` seconds everything that it started is killed, and ``timed_out`` says so; the same happens where
-        the caller is cancelled. ``limit`` bounds what is kept of each stream (bytes). Raises WeenvError.
+        the caller is cancelled. ``input`` that is a text is UTF-8. ``limit`` bounds what is kept of each stream (bytes).
+        Raises WeenvError.
         """
-        who = await asyncio.to_thread(self._user, user) if user else None
-        command = Command(tuple(args), dict(env or {}), cwd, who, timeout, limit)
-        feed = feed_bytes(input) if input is not None else None
+        command = Command(
+            arguments.arguments("args", args),
+            arguments.variables("env", env),
+            arguments.text("cwd", cwd),
+            timeout=None if timeout is None else arguments.number("timeout", timeout),
+            limit=arguments.whole("limit", limit),
+        )
+        feed = feed_bytes(arguments.data("input", input)) if input is not None else None
+        if name := arguments.text("user", user):
+            command = replace(command, user=await asyncio.to_thread(self._user, name))
         return await execute(self._node, self._container, self.pid, command, feed=feed)
 
     def _user(self, text: str) -> User:
@@ -181,6 +194,7 @@ class AsyncEnvironment:
 
     async def read_file(self, path: str, *, limit: int = LIMIT) -> bytes:
         """The bytes of a regular file, at most ``limit``. Raises FileError, LimitError."""
+        path, limit = arguments.text("path", path), arguments.whole("limit", limit)
 
         def read() -> bytes:
             root = open_process_root(self.pid)
@@ -192,20 +206,22 @@ class AsyncEnvironment:
         return await self._node.in_thread(read)
 
     async def write_file(
-        self, path: str, data: bytes, *, mode: int | None = None, owner: tuple[int, int] | None = None
+        self, path: str, data: bytes | str, *, mode: int | None = None, owner: tuple[int, int] | None = None
     ) -> None:
         """Write a file and the directories above it. A new one belongs to ``owner``, by default the environment's user.
 
-        Symbolic links are followed as within the environment, never out of it. Raises FileError.
+        ``data`` that is a text is UTF-8. Symbolic links are followed as within the environment, never out of it. Raises
+        FileError.
         """
+        path, content, mode = arguments.text("path", path), arguments.data("data", data), arguments.mode("mode", mode)
         user = lifecycle.base_process(self._container).get("user")
         ids = user if isinstance(user, dict) else {}
-        whose = owner or (int(ids.get("uid", 0)), int(ids.get("gid", 0)))
+        whose = arguments.owner("owner", owner) or (int(ids.get("uid", 0)), int(ids.get("gid", 0)))
 
         def write() -> None:
             root = open_process_root(self.pid)
             try:
-                write_file(root, path, data, mode=mode, owner=whose)
+                write_file(root, path, content, mode=mode, owner=whose)
             finally:
                 os.close(root)
 
@@ -213,7 +229,7 @@ class AsyncEnvironment:
 
     async def stop(self, *, grace: float = 10.0) -> int:
         """End the first process by SIGTERM, after ``grace`` seconds by SIGKILL; its exit status."""
-        ended = await lifecycle.stop(self._node, self.id, grace=grace, number=signal.SIGTERM)
+        ended = await lifecycle.stop(self._node, self.id, grace=arguments.number("grace", grace, 0), number=signal.SIGTERM)
         return ended.status if ended is not None else 0
 
     async def wait(self) -> int:
@@ -321,7 +337,7 @@ class Environment:
         env: Mapping[str, str] | None = None,
         cwd: str = "",
         user: str = "",
-        input: bytes | None = None,  # noqa: A002 - as subprocess.run has it
+        input: bytes | str | None = None,  # noqa: A002 - as subprocess.run has it
         limit: int = LIMIT,
     ) -> ExecResult:
         """See :meth:`AsyncEnvironment.exec`."""
@@ -331,7 +347,9 @@ class Environment:
         """See :meth:`AsyncEnvironment.read_file`."""
         return self._portal.run(self._inner.read_file(path, limit=limit))
 
-    def write_file(self, path: str, data: bytes, *, mode: int | None = None, owner: tuple[int, int] | None = None) -> None:
+    def write_file(
+        self, path: str, data: bytes | str, *, mode: int | None = None, owner: tuple[int, int] | None = None
+    ) -> None:
         """See :meth:`AsyncEnvironment.write_file`."""
         self._portal.run(self._inner.write_file(path, data, mode=mode, owner=owner))
 

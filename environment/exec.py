@@ -75,7 +75,7 @@ class Command:
 
 
 Feed = Callable[[Callable[[bytes], Awaitable[None]]], Awaitable[None]]
-"""Gets a function that writes to the command's input; the input ends when it returns."""
+"""Gets a function that writes to the command's input; the input ends when it returns. What it raises ends the command."""
 
 
 async def execute(
@@ -94,9 +94,11 @@ async def execute(
 
     From the call of ``starting`` on the command may run; ``started`` gets its id when it does.
 
-    When time is up, the caller is cancelled or a given sink fails, everything that the command started is killed. Raises
-    WeenvError, and what the sink raised.
+    When time is up, the caller is cancelled, or the feed or a given sink fails, everything that the command started is
+    killed. Raises WeenvError, and what the feed or the sink raised.
     """
+    if not command.args:
+        raise WeenvError("there is no command to run", hint="name a program")  # INIT without one would wait for ever
     loop = asyncio.get_running_loop()
     name = "x" + secrets.token_hex(8)
     kept = Collected(command.limit), Collected(command.limit)
@@ -202,11 +204,12 @@ class _Added:
                 raise start_error(error) from error
             if started is not None:
                 started(self.name)
-            helpers.append(asyncio.ensure_future(self._feed(streams, feed)))
+            feeding = asyncio.ensure_future(self._feed(streams, feed))
+            helpers.append(feeding)
             timed_out = False
             try:
                 async with asyncio.timeout(command.timeout):
-                    ended = await streams.unless_failed(self._wait())
+                    ended = await streams.unless_failed(self._while_fed(feeding))
             except TimeoutError:
                 timed_out = True
             finally:
@@ -220,6 +223,18 @@ class _Added:
             for helper in helpers:
                 helper.cancel()
             await asyncio.gather(*helpers, return_exceptions=True)
+
+    async def _while_fed(self, feeding: asyncio.Task[None]) -> Exit:
+        """How it ended. Raises what the feeding failed with, where that comes first: the input would never end."""
+        ending = asyncio.ensure_future(self._wait())
+        try:
+            await asyncio.wait((ending, feeding), return_when=asyncio.FIRST_COMPLETED)
+            if not ending.done():
+                feeding.result()
+            return await ending
+        finally:
+            ending.cancel()
+            await asyncio.gather(ending, return_exceptions=True)
 
     async def _wait(self) -> Exit:
         return await patiently(lambda: self.node.tasks.wait(self.container, self.name))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from weenv.core.errors import FormatError, WeenvError
-from weenv.environment.spec import Limits, Options, parse_bind
+from weenv.environment.spec import Bind, Limits, Options, parse_bind
 
 
 def variables(words: Sequence[str]) -> dict[str, str]:
@@ -33,22 +33,30 @@ def size(text: str | None) -> int:
     return int(float(match[1]) * 1024 ** " kmgt".index(match[2] or " "))
 
 
+def sources(binds: Iterable[Bind]) -> tuple[Bind, ...]:
+    """Bind mounts whose sources are on this machine: a runtime's word of one that is not reads as if the command were not.
+
+    Raises WeenvError.
+    """
+    found = tuple(binds)
+    for bind in found:
+        if not os.path.exists(bind.source):
+            raise WeenvError(f"{bind.source} does not exist", hint="what a bind mount shows must be on this machine")
+    return found
+
+
 def options_of(o: Mapping[str, Any], command: Sequence[str], network: str) -> Options:
     """The options of ``weenv run`` by their names; ``network`` is the default. Raises WeenvError."""
     words = tuple(command)
     if words[:1] == ("--",):
         words = words[1:]
-    binds = tuple(parse_bind(text) for text in o["volume"])
-    for bind in binds:
-        if not os.path.exists(bind.source):
-            raise WeenvError(f"{bind.source} does not exist", hint="what -v shows must be there")
     return Options(
         args=words,
         entrypoint=(o["entrypoint"],) if o["entrypoint"] is not None else None,
         env=variables(o["env"]),
         cwd=o["workdir"],
         user=o["user"],
-        binds=binds,
+        binds=sources(parse_bind(text) for text in o["volume"]),
         limits=Limits(o["cpus"], size(o["memory"]), o["pids"]),
         network=o["network"] or network,
         hostname=o["hostname"],

@@ -194,6 +194,8 @@ class Writer:
         while self._fd < 0 and not self._closed:
             try:
                 self._fd = os.open(self._path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            except FileNotFoundError:
+                self._closed = True  # the environment has been removed meanwhile: nobody reads any more
             except OSError as error:
                 if error.errno != errno.ENXIO:
                     raise

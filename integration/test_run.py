@@ -10,11 +10,13 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 import weenv
+from weenv.environment.exec import Command, execute
 from weenv.environment.images import prepare
 from weenv.environment.lifecycle import NoSuchEnvironment, StartError
 from weenv.environment.node import Node as RunNode
@@ -260,6 +262,40 @@ def test_python_takes_paths_and_says_what_is_missing(bench: Bench) -> None:
     done = bench.call("run", "--rm", "nowhere/plan.yaml", "--", "true")
     assert done.returncode == 1
     assert done.stderr.decode().splitlines()[0] == "weenv: nowhere/plan.yaml: cannot be read: No such file or directory"
+
+
+def test_python_says_which_argument_is_wrong(bench: Bench) -> None:
+    missing = "/nowhere/at/all"
+    with pytest.raises(weenv.WeenvError, match=f"^{missing} does not exist$"):
+        bench.start(binds=[f"{missing}:/data"])
+    with pytest.raises(weenv.WeenvError, match=r"^command must be a list of words"):
+        bench.start(command="sleep 3")
+    assert not bench.left()
+    with bench.start(memory="512m") as env:
+        for args in ([], "ls -l", [""]):
+            with pytest.raises(weenv.WeenvError, match=r"^args must be a list"):
+                env.exec(args)
+        assert env.exec(["cat"], input="grüße").stdout == "grüße".encode()
+        env.write_file("/tmp/text", "grüße")
+        assert env.read_file("/tmp/text") == "grüße".encode()
+
+
+def test_what_feeds_a_command_and_fails_ends_it(bench: Bench) -> None:
+    async def feed(write: Callable[[bytes], Awaitable[None]]) -> None:
+        await write(b"some")
+        raise LookupError("no more of it")
+
+    async def go() -> None:
+        async with await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded) as env:
+            command = Command(("sh", "-c", "cat; sleep 1000 & sleep 1000"), {})
+            with pytest.raises(LookupError, match="no more"):
+                await execute(env._node, env._container, env.pid, command, feed=feed)
+            with pytest.raises(weenv.WeenvError, match="no command to run"):
+                await execute(env._node, env._container, env.pid, Command((), {}))
+            left = (await env.exec(["ps"])).text
+            assert "sleep" not in left and "cat" not in left
+
+    asyncio.run(go())
 
 
 def test_a_cancelled_exec_kills_the_tree(bench: Bench) -> None:

@@ -34,4 +34,4 @@ class Metrics:
         )
         self.tail_bytes = Counter("weenv_snapshotter_tail_bytes", "Bytes of tails fetched", registry=self.registry)
         self.layers = Gauge("weenv_snapshotter_layers", "Layers by state", ["state"], registry=self.registry)
-        self.repairs = Counter("weenv_snapshotter_repairs", "Lost mounts, stray layers put right", ["what"], registry=self.registry)
+        self.repairs = Counter("weenv_snapshotter_repairs", "What was repaired, at any time", ["what"], registry=self.registry)

@@ -68,7 +68,7 @@ def admit(
     with Asker(from_tables(read_tables(config_path)).socket) as asker:
         answer = asker.ask(
             "admit", waiting=_waiting, namespace=namespace, id=name, cpu=cpu, memory=memory, cpu_max=cpu_max,
-            memory_max=memory_max, role=role, deadline=deadline, hold=bool(words),
+            memory_max=memory_max, role=role, deadline=deadline, hold=bool(words), exact=True,
         )  # fmt: skip
         if not words:
             click.echo(f"{namespace}/{name} is admitted after {answer['waited']:.1f} s", err=True)

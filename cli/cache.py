@@ -173,7 +173,7 @@ def prune(
             click.echo(printable(text + (f" (used by {', '.join(names[:_NAMED])}{more})" if names else "")), err=True)
         elif row["why"] == "mounted" and answer["dry_run"]:
             short = render.short(row["digest"])
-            click.echo(f"layer {short}: unless a container that runs has it from the kernel", err=True)
+            click.echo(f"layer {short} goes unless a container that runs has it from the kernel", err=True)
     what = f"{render.counted(answer['frames'], 'frame')}, {render.size(answer['bytes'])}"
     click.echo(f"would take out {what}" if answer["dry_run"] else f"took out {what}; {render.size(answer['data_after'])} left")
 

@@ -16,6 +16,9 @@ from weenv.core import rights
 from weenv.core.errors import WeenvError
 from weenv.core.settings import read_tables
 
+START = "weenv install sets the node up; without systemd: weenv serve"
+"""What to do where our daemons do not run."""
+
 
 def _plane(setting: str, root: str) -> checks.Finding:
     """Which plane mounts the layers that are kept at ``root``, and why."""
@@ -25,7 +28,9 @@ def _plane(setting: str, root: str) -> checks.Finding:
         return checks.Finding("plane", "skip", "not root, so not tried", "run weenv doctor as root")
     choice = choose(setting, checks.nearest(root))
     if choice.error is not None:
-        return checks.Finding("plane", "fail", f"{choice.name}: {choice.error.message}", choice.error.hint or "see README")
+        return checks.Finding(
+            "plane", "fail", f"{choice.name}: {choice.error.message}", choice.error.hint or "see docs/planes.md"
+        )
     return checks.Finding("plane", "warn" if choice.better else "ok", f"{choice.name}: {choice.why}", choice.better)
 
 
@@ -68,7 +73,7 @@ def _containerd(path: str, address: str, name: str, version: str) -> tuple[list[
         merges = own >= (2, 0, 0) if own is not None else type(written) is int and written >= 3  # which 1.7 does not read
         config = containerd.effective(files, tables=merges)
     except (OSError, ValueError, WeenvError) as error:
-        remedy = getattr(error, "hint", "") or "name it with --containerd-config, or write it (see README)"
+        remedy = getattr(error, "hint", "") or "name it with --containerd-config; weenv install writes what it needs of ours"
         seen = f"{error.filename or path}: {error.strerror}" if isinstance(error, OSError) else str(error)
         return [checks.Finding("containerd config", "fail", seen, rights.remedy(error, remedy))], None
     findings = list(checks.containerd_tables(config, address, name))
@@ -84,7 +89,7 @@ def _blobs(path: str, status_socket: str) -> list[checks.Finding]:
     from weenv.cli.status import blobfs_problems, blobfs_status
     from weenv.plugin.snapshotter.mounts import mounts_below
 
-    remedy = "start it: weenv blobfs serve"
+    remedy = START
     if path not in mounts_below(os.path.dirname(path)):
         return [checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)]
     answer = blobfs_status(status_socket)
@@ -111,7 +116,7 @@ async def _snapshotter(address: str) -> checks.Finding:
         async with asyncio.timeout(5), Client(address) as client:
             count = len(await client.namespace("default").snapshots("weenv").list())
     except (WeenvError, OSError, TimeoutError) as error:
-        return checks.Finding("snapshotter", "fail", f"{address}: {error}", "start it: weenv snapshotter serve")
+        return checks.Finding("snapshotter", "fail", f"{address}: {error}", START)
     return checks.Finding("snapshotter", "ok", f"answers at {address}; {render.counted(count, 'snapshot')}")
 
 
@@ -150,9 +155,7 @@ async def _registry(host: str, config_path: str) -> checks.Finding:
 @click.option("--docker-config", default="/etc/docker/daemon.json", show_default=True, help="dockerd's, where there is one.")
 @click.option("--registry", "registries", multiple=True, metavar="HOST", help="Also see whether this registry answers.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
-def doctor(
-    config_path: str, containerd_config: str, docker_config: str, registries: tuple[str, ...], as_json: bool
-) -> None:
+def doctor(config_path: str, containerd_config: str, docker_config: str, registries: tuple[str, ...], as_json: bool) -> None:
     """Check kernel, containerd, docker, sockets, disk, NRI and registries; say what to mend.
 
     Changes nothing. Exit code 1 where something would keep images from being lazy; what is only slower, or only keeps
@@ -177,7 +180,7 @@ def doctor(
     findings.append(plane)
     findings += nodechecks.settings(config.root, config.blobs, blobfs.root, blobfs.mountpoint)
     findings += _blobs(config.blobs, blobfs.status_socket)
-    found = checks.unix_socket("snapshotter", config.socket, "start it: weenv snapshotter serve")
+    found = checks.unix_socket("snapshotter", config.socket, START)
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
     running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket, chosen))
     written, tables = _containerd(containerd_config, config.socket, run.snapshotter, version)

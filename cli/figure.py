@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from weenv.core.errors import WeenvError
+from weenv.core.extras import remedy
 
 
 def new(title: str, width: float, height: float) -> Any:
@@ -12,7 +13,7 @@ def new(title: str, width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise WeenvError("drawing needs matplotlib", hint="pip install 'weenv[plot]', or leave --plot out") from error
+        raise WeenvError("drawing needs matplotlib", hint=f"{remedy('matplotlib')}; or leave --plot out") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.suptitle(title, parse_math=False)  # a name is no formula
     return figure

@@ -18,7 +18,7 @@ def inspect(environment: str, **o: Any) -> None:
     """Print one environment as JSON: what weenv ps says of it, its limits, and what elastic provisioning makes of it.
 
     "reason" says why it has ended: completed, failed, or, where the elastic daemon has seen it, oom-kernel,
-    oom-emergency (ended by the daemon for memory) or starved.
+    oom-emergency (ended by the daemon for memory) or starved. "start" and "ceiling" are cores and bytes, null for no limit.
 
     \b
     Example:
@@ -33,13 +33,18 @@ def inspect(environment: str, **o: Any) -> None:
         container = await lifecycle.find(node, environment)
         (row,) = [row for row in await listing.rows(node, everything=True) if row["name"] == container.id]
         made = container.labels
-        row["start"] = list(own_limits(container.spec))
-        row["ceiling"] = list(plan_ceiling(made[labels.CEILING])) if labels.CEILING in made else None
+        row["start"] = limits(own_limits(container.spec))
+        row["ceiling"] = limits(plan_ceiling(made[labels.CEILING])) if labels.CEILING in made else None
         row["oom_kills"] = int(made[labels.OOM_KILLS]) if made.get(labels.OOM_KILLS, "").isdecimal() else 0
         row["elastic"] = _live(node, container.id)
         return row
 
     render.print_json(on_node(o, work))
+
+
+def limits(found: tuple[float, int]) -> list[float | None]:
+    """Cores and bytes; None for 0, which is no limit."""
+    return [value or None for value in found]
 
 
 def _live(node: Node, name: str) -> dict[str, Any] | None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -13,7 +14,7 @@ import click
 
 from weenv.cli import render
 from weenv.cli.reach import Reach, reaching
-from weenv.core.errors import BadReference, VerificationError
+from weenv.core.errors import BadReference, FormatError, VerificationError
 
 if TYPE_CHECKING:  # a conversion is too short to import what talks to registries
     from weenv.cli.locate import FoundLayer
@@ -47,12 +48,27 @@ def _each(text: str, platform: str, reach: Reach, use: Callable[[FoundLayer], Aw
         async with RegistryClient(reach.registry()) as client:
             found = await find_layers(client, text, platform)
             try:
-                return [await use(item) for item in found]
+                done = []
+                for item in found:
+                    with _naming(item.name):
+                        done.append(await use(item))
+                return done
             finally:
                 for item in found:
                     await item.source.close()
 
     return asyncio.run(run())
+
+
+@contextlib.contextmanager
+def _naming(name: str) -> Iterator[None]:
+    """What is malformed says in which file or image, where it does not."""
+    try:
+        yield
+    except FormatError as error:
+        if name in error.message:
+            raise
+        raise type(error)(error.message, member=name, hint=error.hint) from error
 
 
 @layer.command("convert")
@@ -72,7 +88,7 @@ def convert(source: str, out: str, as_json: bool) -> None:
 
     keep_freed_memory()
 
-    with bar(f"converting {source}", quiet=as_json) as show:
+    with _naming("standard input" if source == "-" else source), bar(f"converting {source}", quiet=as_json) as show:
         made = convert_layer_file(source, out, progress=show)
     if as_json:
         render.print_json(_encoded(made))
@@ -136,7 +152,6 @@ async def _describe(item: FoundLayer, entries: bool) -> dict[str, Any]:
     import asyncio
 
     from weenv.cli.locate import reader
-    from weenv.core.errors import FormatError
     from weenv.layer.decode import describe
     from weenv.layer.verify import verify_tail
 

@@ -343,7 +343,7 @@ def _draw(loaded: Plan, drawn: Drawn, conflicts: bool, as_json: bool) -> None:
         click.echo(f"{image.name}: {total}")
     if conflicts:
         if not found:
-            click.echo("No file is in more than one layer.")
+            click.echo("No file is in more than one group.")
         for where, which, what in found:
             shown = render.plain("/" + where.decode("utf-8", "backslashreplace"))
             click.echo(f"{what:8} {shown}  by {layers[which[-1]].group}  (of {', '.join(layers[n].group for n in which[:-1])})")

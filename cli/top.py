@@ -152,15 +152,20 @@ def matches(record: dict[str, Any], wanted: str | None) -> bool:
 def line(record: dict[str, Any]) -> str:
     """A record for people."""
     stamp = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record["t"]))
-    rest = [f"{key}={_value(key, value)}" for key, value in record.items() if key not in ("t", "kind", "env")]
+    sizes = _SIZES if record.get("kind") != "pids" else frozenset[str]()  # its limit is one of processes
+    rest = [f"{key}={_value(key, value, sizes)}" for key, value in record.items() if key not in ("t", "kind", "env")]
     return render.plain(f"{stamp}  {record.get('kind', '?'):<13}  {record.get('env', ''):<32}  {' '.join(rest)}".rstrip())
 
 
-def _value(key: str, value: Any) -> str:
+_SIZES = frozenset({"memory", "limit", "ceiling", "unreclaimable", "peak_memory"})
+"""What are bytes where they are numbers."""
+
+
+def _value(key: str, value: Any, sizes: frozenset[str]) -> str:
     if key in ("before", "quota", "asked", "start", "ceiling") and isinstance(value, list) and len(value) == 2:
         cpu, memory = value
         return f"{cpu if cpu is not None else 'no limit'}/{render.size(memory) if memory is not None else 'no limit'}"
-    if key in ("memory", "limit", "unreclaimable", "peak_memory") and isinstance(value, int):
+    if key in sizes and isinstance(value, int):
         return render.size(value)
     text = str(value)
     return json.dumps(text) if " " in text else text

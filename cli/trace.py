@@ -80,6 +80,8 @@ def trace(config_path: str, since: float, log_path: str | None, plot: str | None
     from weenv.plugin.nri.serveconfig import from_tables
 
     path = log_path or os.path.join(from_tables(read_tables(config_path)).root, journal.DECISIONS)
+    if not os.path.exists(path):
+        raise WeenvError(f"no decisions: {path} does not exist", hint="weenv elastic serve writes it")
     records: dict[str, list[dict[str, Any]]] = {}
     for record in journal.read(path, since=since):
         if matches(record, environment):

@@ -100,7 +100,7 @@ def test_a_node_that_works_has_nothing_to_mend(node: Node, tmp_path: Path) -> No
     node.blobfs.kill()
     try:
         code, found = ask()
-        assert (code, found["blobfs"]["state"]) == (1, "fail") and "weenv blobfs serve" in found["blobfs"]["remedy"]
+        assert (code, found["blobfs"]["state"]) == (1, "fail") and "weenv serve" in found["blobfs"]["remedy"]
     finally:
         node.start_blobfs()
     assert ask()[0] == 0

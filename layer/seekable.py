@@ -49,7 +49,8 @@ def table_length(footer: Buffer) -> int:
         raise FormatError("truncated", member="seek table")
     frames, descriptor, magic = _FOOTER.unpack(footer)
     if magic != SEEKABLE_MAGIC:
-        raise FormatError("the blob does not end with one", member="seek table", hint="convert it with 'weenv layer convert'")
+        hint = "convert it with 'weenv layer convert'"
+        raise FormatError("not in the lazy format (no seek table at its end)", hint=hint)
     if descriptor & _RESERVED:
         raise UnsupportedError(f"unknown descriptor {descriptor:#x}", member="seek table")
     if frames > MAX_FRAMES:

@@ -15,6 +15,7 @@ import click
 import pytest
 
 from weenv.cli import render
+from weenv.cli.doctor import START
 from weenv.cli.main import COMMANDS, cli, main
 from weenv.core.errors import FormatError, WeenvError
 from weenv.environment.record import check_id
@@ -108,6 +109,14 @@ def test_a_users_fault_is_one_line_and_exit_code_1(tmp_path: object, capsys: Cap
     assert said[0].startswith("weenv: ")
     assert len(said) <= 2
     assert "weenv layer convert" in said[-1]
+    with open(f"{tmp_path}/not-a-layer", "ab") as file:
+        file.write(b"y" * 1000)
+    for verb in (["inspect"], ["verify"], ["mount"]):
+        assert run("layer", *verb, f"{tmp_path}/not-a-layer", *([str(tmp_path)] if verb == ["mount"] else [])) == 1
+        said = capsys.readouterr().err.splitlines()
+        assert said[0] == f"weenv: {tmp_path}/not-a-layer: not in the lazy format (no seek table at its end)", verb
+    assert run("layer", "convert", f"{tmp_path}/not-a-layer", f"{tmp_path}/out") == 1
+    assert capsys.readouterr().err.startswith(f"weenv: {tmp_path}/not-a-layer: malformed tar header: ")
 
 
 @pytest.mark.parametrize("text", ["UPPER/case", "host/x:bad tag", "oci:/nonexistent/layout", "127.0.0.1:1/nothing/here:1"])
@@ -250,7 +259,9 @@ def test_doctor_names_what_is_missing(tmp_path: object, capsys: Captured) -> Non
     assert run("doctor", "--config", f"{tmp_path}/c.toml", "--containerd-config", f"{tmp_path}/none", "--json") == 1
     found = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
     assert found["snapshotter"]["state"] == found["blobfs"]["state"] == found["containerd config"]["state"] == "fail"
-    assert found["blobfs"]["remedy"] == "start it: weenv blobfs serve"
+    assert found["blobfs"]["remedy"] == found["snapshotter"]["remedy"] == START
+    assert "weenv install" in START and "weenv serve" in START
+    assert "weenv install" in found["containerd config"]["remedy"]
 
 
 def test_status_of_a_node_that_never_ran(tmp_path: object, capsys: Captured) -> None:

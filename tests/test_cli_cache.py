@@ -71,6 +71,14 @@ def test_what_stays_is_told(config: str, tmp_path: Path, capsys: Captured) -> No
     assert captured.err == f"layer {LAYER.name[:12]} stays: something has its file open that is none of ours\n"
 
 
+def test_what_may_stay_is_a_whole_sentence(config: str, capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"digest": LAYER.digest, "frames": 3, "bytes": 5, "why": "mounted"}]
+    answer = {"layers": rows, "frames": 3, "bytes": 5, "data_after": 0, "dry_run": True}
+    monkeypatch.setattr("weenv.cli.cache._ask", lambda *_: answer)
+    assert run("cache", "prune", "--config", config, "--all", "--dry-run") == 0
+    assert capsys.readouterr().err == f"layer {LAYER.name[:12]} goes unless a container that runs has it from the kernel\n"
+
+
 @pytest.mark.parametrize(
     "arguments",
     [[], ["--until", "soon"], ["--until", ""], ["--to", "much"], ["--to", "-5"], ["--until", "5y"]],

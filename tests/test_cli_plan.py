@@ -81,6 +81,13 @@ def test_faults_for_machines(tmp_path: Path, capsys: Captured) -> None:
     assert json.loads(capsys.readouterr().out)["faults"] == []
 
 
+def test_no_conflict_is_one_of_groups(group: str, config: str, tmp_path: Path, capsys: Captured) -> None:
+    path = tmp_path / "p.yaml"
+    path.write_text(HEAD + f"groups: ['{group}']\nmutations: [{{files: {{/a: b}}}}]\n")
+    assert run("plan", "show", "--conflicts", "--config", config, str(path)) == 0
+    assert capsys.readouterr().out.endswith("\nNo file is in more than one group.\n"), "the mutation has one of the group's"
+
+
 def test_the_name_shown_is_the_name_composed(group: str, config: str, tmp_path: Path, capsys: Captured) -> None:
     path = tmp_path / "p.yaml"
 

@@ -99,7 +99,7 @@ def test_drawing_without_matplotlib_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert run(some, "--plot", str(tmp_path / "out.png")) == 1
-    assert "weenv[plot]" in capsys.readouterr().err
+    assert "-m pip install matplotlib" in capsys.readouterr().err
 
 
 def test_drawing(some: str, tmp_path: Path) -> None:

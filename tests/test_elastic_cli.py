@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from weenv.cli.inspect import limits
 from weenv.cli.main import cli
 from weenv.cli.top import line
 from weenv.cli.trace import points
@@ -74,6 +75,16 @@ def test_events_are_filtered_and_printed_for_both(config: str, tmp_path: Path) -
     assert call("events", "--config", config, "--since", "soon").exit_code == 2
 
 
+def test_bytes_are_shown_as_such_and_processes_are_not() -> None:
+    text = line({"t": 0, "kind": "oom-emergency", "memory": 1 << 20, "limit": 512 << 20, "ceiling": 1 << 30})
+    assert text.endswith("memory=1 MiB limit=512 MiB ceiling=1 GiB")
+    assert line({"t": 0, "kind": "pids", "before": 512, "limit": 1024}).endswith("before=512 limit=1024")
+
+
+def test_an_amount_that_nobody_names_is_null() -> None:
+    assert limits((0.0, 1 << 20)) == [None, 1 << 20] and limits((0.5, 0)) == [0.5, None]
+
+
 def test_strange_records_are_printed_as_they_are() -> None:
     assert line({"t": 0, "kind": 5, "quota": "x", "memory": {"a": 1}}).count("\n") == 0
 
@@ -90,6 +101,10 @@ def test_a_trace_is_quota_against_use(config: str, tmp_path: Path) -> None:
     for name, text in (("nobody", "nothing is known"), ("", "begins the names of 2")):
         done = call("elastic", "trace", "--config", config, name)
         assert isinstance(done.exception, WeenvError) and text in done.exception.message
+    (tmp_path / "decisions.jsonl").unlink()
+    done = call("elastic", "trace", "--config", config, "a")
+    assert isinstance(done.exception, WeenvError) and done.exception.hint == "weenv elastic serve writes it"
+    assert done.exception.message == f"no decisions: {tmp_path}/decisions.jsonl does not exist"
 
 
 def test_a_trace_can_be_drawn(config: str, tmp_path: Path) -> None:

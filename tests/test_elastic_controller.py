@@ -548,6 +548,19 @@ async def test_room_is_asked_for_waited_for_and_given_back(node: Node, served: s
     assert node.ledger.promised == Quota(0.0, 0)
 
 
+async def test_a_start_above_the_ceiling_is_named(node: Node, served: str) -> None:
+    wanted: dict[str, Any] = {"namespace": "default", "id": "a", "deadline": 0}
+    above = r"100 cores is above elastic\.ceiling_cpu \(64\)"
+    with pytest.raises(Denied, match=f"^{above}$"):
+        await asked(served, lambda asker: asker.ask("admit", cpu=100, exact=True, **wanted))
+    with pytest.raises(Denied, match=r"^64 GiB is above elastic\.ceiling_memory \(32 GiB\)$"):
+        await asked(served, lambda asker: asker.ask("admit", memory=64 << 30, exact=True, **wanted))
+    with pytest.raises(Denied, match=rf"never start an environment of 64 cores.* \({above}, and was cut to it\)$"):
+        await asked(served, lambda asker: asker.ask("admit", cpu=100, **wanted))
+    with pytest.raises(Denied, match=r"for task environments$"):
+        await asked(served, lambda asker: asker.ask("admit", cpu=64, exact=True, **wanted))
+
+
 async def test_who_leaves_while_waiting_is_forgotten(node: Node, served: str) -> None:
     node.add("a", bounds=Bounds(Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB)))
     reader, writer = await asyncio.open_unix_connection(served)

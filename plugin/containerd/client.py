@@ -69,14 +69,12 @@ def _translate(error: grpc.aio.AioRpcError, method: str, address: str) -> Contai
     if (absent := _NOT_LOADED.search(detail)) is not None:
         return ContainerdError(
             f"containerd at {address} has no snapshotter {absent[1]!r}", code,
-            hint=f"declare it ([proxy_plugins.{absent[1]}], see README and weenv doctor) and start containerd again",
+            hint=f"weenv install declares it ([proxy_plugins.{absent[1]}], see weenv doctor); then start containerd again",
         )  # fmt: skip
     hint = ""
     if code == "UNAVAILABLE":
         if (unheard := _DIAL.search(detail)) is not None:
-            return ContainerdError(
-                f"containerd does not reach its plugin at {unheard[1]}", code, hint="start it: weenv snapshotter serve"
-            )
+            return ContainerdError(f"containerd does not reach its plugin at {unheard[1]}", code, hint="start it: weenv serve")
         try:
             if _UNCONNECTED in detail and not listens(address):
                 hint = "start containerd, or name its socket: [run] address, or --containerd where a command has it"

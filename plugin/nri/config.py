@@ -18,6 +18,7 @@ from typing import Any
 
 from weenv.core import settings
 from weenv.core.errors import ConfigError
+from weenv.core.units import size
 from weenv.plugin.nri.model import Bounds, Quota
 from weenv.plugin.nri.serveconfig import ServeConfig
 
@@ -232,6 +233,15 @@ class ElasticConfig:
             raise ConfigError("elastic.ceiling_cpu must not be below start_cpu")
         if self.ceiling_memory < self.start_memory:
             raise ConfigError("elastic.ceiling_memory must not be below start_memory")
+
+    def above(self, start_cpu: float, start_memory: int) -> str:
+        """What of a start is above the ceilings, which :meth:`bounds` would cut it to; empty for nothing."""
+        parts = []
+        if start_cpu > self.ceiling_cpu:
+            parts.append(f"{start_cpu:g} cores is above elastic.ceiling_cpu ({self.ceiling_cpu:g})")
+        if start_memory > self.ceiling_memory:
+            parts.append(f"{size(start_memory)} is above elastic.ceiling_memory ({size(self.ceiling_memory)})")
+        return ", ".join(parts)
 
     def bounds(
         self, start_cpu: float = 0.0, start_memory: int = 0, ceiling_cpu: float = 0.0, ceiling_memory: int = 0

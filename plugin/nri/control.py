@@ -7,6 +7,8 @@
      "memory_max": 8589934592, "role": "task", "deadline": 60, "hold": false}   -> {"waited": 0.0, "start": [0.5, 536870912]}
     {"op": "release", "namespace": "default", "id": "task-17"}                  -> {}
 
+With ``"exact": true`` a start above the node's ceilings is refused, instead of cut to them.
+
 Only root can connect (0600), and is believed no more than anybody else: lines are bounded, numbers checked, one request of a
 connection is answered at a time.
 """
@@ -24,7 +26,7 @@ from typing import Any
 from weenv.core.aio import KEEP_NAME
 from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.unixsocket import bind_private, clear_path, listens
-from weenv.plugin.nri.admission import Request
+from weenv.plugin.nri.admission import NotAdmitted, Request
 from weenv.plugin.nri.controller import Controller
 from weenv.plugin.nri.model import EnvKey, Role
 
@@ -162,15 +164,23 @@ class Control:
             role = Role(request.get("role", "task"))
         except ValueError as error:
             raise BadRequest(f"role must be {', '.join(Role)}, not {str(request['role'])[:40]!r}") from error
+        cpu, memory = _number(request, "cpu", 0, 1e5), int(_number(request, "memory", 0, 1 << 60))
+        above = self._controller.config.above(cpu, memory)
+        if above and request.get("exact") is True:
+            raise BadRequest(above, hint="ask for less, or raise it in the node's configuration")
         bounds = self._controller.config.bounds(
-            _number(request, "cpu", 0, 1e5), int(_number(request, "memory", 0, 1 << 60)),
-            _number(request, "cpu_max", 0, 1e5), int(_number(request, "memory_max", 0, 1 << 60)),
+            cpu, memory, _number(request, "cpu_max", 0, 1e5), int(_number(request, "memory_max", 0, 1 << 60)),
         )  # fmt: skip
         deadline = _number(request, "deadline", 0, 1e6) if request.get("deadline") is not None else None
         start = [bounds.start.cpu, bounds.start.memory]
         if self._controller.manages(key):  # there is one of that name already: its maker's affair, not a second place
             return {"waited": 0.0, "start": start}
-        waited = await self._controller.admit(Request(key, bounds, role), deadline)
+        try:
+            waited = await self._controller.admit(Request(key, bounds, role), deadline)
+        except NotAdmitted as error:
+            if not above:
+                raise
+            raise NotAdmitted(f"{error.message} ({above}, and was cut to it)", hint=error.hint) from error
         if request.get("hold") is True:
             self._controller.hold(key)
             held.add(key)

@@ -38,7 +38,7 @@ class SnapshotterConfig:
     """False: an ordinary overlay snapshotter, every image is unpacked."""
     plane: str = "auto"
     """How layers are mounted. ``erofs``: by the kernel, from Linux 6.12 on; ``fuse``: by a process for each layer (needs
-    ``weenv[fuse]``), slower, on any kernel; ``auto``: erofs where the kernel can. ``weenv doctor`` says which and why."""
+    pyfuse3), slower, on any kernel; ``auto``: erofs where the kernel can. ``weenv doctor`` says which and why."""
     use_source_annotation: bool = True
     """Whether the registry that a layer's own annotation names may be asked, besides the one the image came
     from. Not where it is this node's loopback, its link, or a metadata service: see `[registry] allow_sources`."""

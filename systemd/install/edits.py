@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from weenv.core.errors import ConfigError
+from weenv.core.extras import remedy
 
 Table = MutableMapping[str, Any]
 Undo = dict[str, Any]
@@ -152,7 +153,7 @@ def _through_tomlkit(text: str, work: Any, meant: dict[str, Any], where: str) ->
     try:
         import tomlkit
     except ImportError as error:
-        raise ConfigError(f"changing {where} needs tomlkit", hint="run: pip install 'weenv[systemd]'") from error
+        raise ConfigError(f"changing {where} needs tomlkit", hint=remedy("tomlkit")) from error
     try:
         document = tomlkit.parse(text)
         work(document)

@@ -1,6 +1,6 @@
 """systemd, asked through pystemd: over the system's bus, or, where there is none, over systemd's own socket.
 
-Names and states are those of org.freedesktop.systemd1(5). pystemd is the extra ``weenv[systemd]``, imported when it is used.
+Names and states are those of org.freedesktop.systemd1(5). pystemd is of the extra ``systemd``, imported when it is used.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+from weenv.core import extras
 from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.rights import remedy
 
@@ -37,7 +38,8 @@ class Manager:
             from pystemd import systemd1
             from pystemd.dbuslib import DBus, DBusAddress
         except ImportError as error:
-            raise ConfigError("asking systemd needs pystemd", hint="run: pip install 'weenv[systemd]'") from error
+            hint = f"{extras.remedy('pystemd')} (which takes gcc, pkg-config, libsystemd-dev and python3-dev)"
+            raise ConfigError("asking systemd needs pystemd", hint=hint) from error
         self._unit = systemd1.Unit
         self._bus: Any = None
         problem: OSError | None = None

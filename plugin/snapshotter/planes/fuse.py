@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from weenv.core import digest as digests
 from weenv.core.errors import FormatError, MountError
+from weenv.core.extras import remedy
 from weenv.core.unixsocket import connected
 from weenv.plugin.snapshotter import mounts
 from weenv.plugin.snapshotter.builder import Builder
@@ -329,5 +330,5 @@ def probe_fuse() -> None:
     if importlib.util.find_spec("pyfuse3") is None:
         raise MountError(
             "pyfuse3 is not installed",
-            hint="pip install 'weenv[fuse]', which needs gcc, pkg-config and libfuse3-dev",
+            hint=f"{remedy('pyfuse3')} (which takes gcc, pkg-config, libfuse3-dev and python3-dev)",
         )

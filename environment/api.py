@@ -87,9 +87,9 @@ class AsyncEnvironment:
         Raises WeenvError.
         """
         settings = _settings(config)
-        # What is given as a path is a file, whatever it is called; a text may be an image.
         target = plan if isinstance(plan, Plan) else arguments.text("plan", plan)
-        target = os.path.abspath(target) if isinstance(plan, os.PathLike) else target
+        if isinstance(target, str) and isinstance(plan, os.PathLike):  # a path is a file; a text may be an image's name
+            target = os.path.abspath(target)
         name = arguments.text("name", name)
         args = arguments.words("command", () if command is None else command)
         options = Options(

@@ -18,7 +18,16 @@ from weenv.registry.client import RegistryClient
 from weenv.registry.groupref import keys as keyring
 from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, encode, parse_bundle, parse_statement
 from weenv.registry.groupref.policy import Payload, Signature, check_signatures
-from weenv.registry.groupref.sign import referrers_tag, sign, signatures, verify
+from weenv.registry.groupref.sign import (
+    MAX_PAGES,
+    MAX_SIGNATURES,
+    REFERRER_TYPE,
+    referrers_tag,
+    sign,
+    signature_tag,
+    signatures,
+    verify,
+)
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import OCI_INDEX, OCI_MANIFEST
 from weenv.registry.reference import parse_location
@@ -281,15 +290,15 @@ def test_a_changed_byte_never_passes(position: int, change: int, algorithm: str)
 
 def attach(
     held: Repository, digest: str, data: bytes, *, annotations: dict[str, str] | None = None,
-    listed: dict[str, Any] | None = None, layer: str = BUNDLE_TYPE, subject: str = "",
+    listed: dict[str, Any] | None = None, layer: str = BUNDLE_TYPE, subject: str = "", kind: str = BUNDLE_TYPE, times: int = 1,
 ) -> None:  # fmt: skip
     """Store a bundle as cosign does: a referrer; and, with the fields ``listed`` in its row, under the tag that lists them."""
     held.blobs[sha256(b"{}")] = b"{}"
     held.blobs[sha256(data)] = data
     manifest = {
-        "schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": BUNDLE_TYPE,
+        "schemaVersion": 2, "mediaType": OCI_MANIFEST, "artifactType": kind,
         "config": {"mediaType": EMPTY, "size": 2, "digest": sha256(b"{}")},
-        "layers": [{"mediaType": layer, "size": len(data), "digest": sha256(data)}],
+        "layers": [{"mediaType": layer, "size": len(data), "digest": sha256(data)}] * times,
         "subject": {"mediaType": OCI_MANIFEST, "size": 5, "digest": subject or digest},
         "annotations": annotations or {},
     }  # fmt: skip
@@ -401,6 +410,94 @@ async def test_a_manifest_signed_itself_is_read_for_it(referrers: bool) -> None:
         attach(held, second, json.dumps(made).encode(), listed={})
         with pytest.raises(VerificationError, match="another key, or altered"):
             await verify(client, parse_location(f"{sim.host}/t:2"), [public(key)], identity=["**"])
+
+
+ROW = {"mediaType": OCI_MANIFEST, "digest": A, "size": 1, "artifactType": BUNDLE_TYPE}
+NO_MANIFESTS = [b"junk", b"{}", b"[]", json.dumps({"mediaType": OCI_MANIFEST, "layers": [7], "config": {}}).encode()]
+
+
+@pytest.mark.parametrize("referrers", [True, False])
+async def test_malformed_rows_hide_no_other(referrers: bool) -> None:
+    """Whoever may push can have them listed: they are worth as much as no signature."""
+    rows: list[Any] = [
+        {**ROW, **changed}
+        for changed in (
+            {"digest": "sha256:zz"}, {"digest": "sha512:" + "0" * 128}, {"digest": 7}, {"size": -1}, {"size": 1 << 62},
+            {"size": "1"}, {"size": True}, {"mediaType": 7}, {"mediaType": "x/y"}, {"mediaType": OCI_INDEX},
+            {"annotations": {"dev.sigstore.bundle.predicateType": 7}}, {"annotations": []}, {"Digest": A},
+            {"artifactType": []}, {"artifactType": {}},
+        )
+    ]  # fmt: skip
+    rows += [7, None, [], "x"]
+    async with PushableRegistry(referrers=referrers, listed=rows) as sim, RegistryClient(QUICK) as client:
+        digest = image(sim, "t", "1")
+        held = sim.repositories["t"]
+        attach(held, digest, bundle_of(KEYS["ed25519"], statement(digest)), listed={})
+        if not referrers:
+            listed = json.loads(held.manifests[held.tags[referrers_tag(digest)]][1])
+            listed["manifests"] = [*rows, *listed["manifests"]]
+            data = json.dumps(listed).encode()
+            held.manifests[sha256(data)] = (OCI_INDEX, data)
+            held.tags[referrers_tag(digest)] = sha256(data)
+        location = parse_location(f"{sim.host}/t:1")
+        assert await verify(client, location, [public(KEYS["ed25519"])], identity=["**"])
+
+
+@pytest.mark.parametrize("raw", NO_MANIFESTS)
+@pytest.mark.parametrize("referrers", [True, False])
+async def test_tags_that_mean_no_manifest_hide_no_other(raw: bytes, referrers: bool) -> None:
+    async with PushableRegistry(referrers=referrers) as sim, RegistryClient(QUICK) as client:
+        digest = image(sim, "t", "1")
+        held, key = sim.repositories["t"], KEYS["ed25519"]
+        location = parse_location(f"{sim.host}/t:1")
+        junk = sha256(raw)
+        if referrers:
+            attach(held, digest, bundle_of(key, statement(digest)))
+            held.tags[signature_tag(digest)] = held.tags[referrers_tag(digest)] = junk
+        else:
+            await sign(client, location, key)
+            held.tags[referrers_tag(digest)] = junk
+        held.manifests[junk] = (OCI_MANIFEST, raw)
+        assert await verify(client, location, [public(key)], identity=["**"])
+
+
+@pytest.mark.parametrize("referrers", [True, False])
+async def test_a_crowd_hides_no_other(referrers: bool) -> None:
+    """Neither many of one kind those of another, nor those that say nothing the ones that say they are signatures, nor
+    the many layers of one manifest the first of the next."""
+    async with PushableRegistry(referrers=referrers, filters=False, page=50) as sim, RegistryClient(QUICK) as client:
+        digest = image(sim, "t", "1")
+        key, held, signs = KEYS["ed25519"], sim.repositories["t"], {"dev.sigstore.bundle.predicateType": SIGN}
+        location = parse_location(f"{sim.host}/t:1")
+        for number in range(MAX_SIGNATURES + 6):
+            for kind in (BUNDLE_TYPE, REFERRER_TYPE):
+                attach(held, digest, b"junk%d" % number, listed={"artifactType": kind}, kind=kind)
+        attach(held, digest, b"many", listed={"artifactType": BUNDLE_TYPE, "annotations": signs}, annotations=signs, times=70)
+        with pytest.raises(VerificationError, match="no signature counts"):
+            await verify(client, location, [public(key)], identity=["**"])
+        found = await signatures(client, location, digest)
+        assert len(found) <= 3 * MAX_SIGNATURES
+        data = bundle_of(key, statement(digest))
+        attach(held, digest, data, listed={"artifactType": BUNDLE_TYPE, "annotations": signs}, annotations=signs)
+        assert await verify(client, location, [public(key)], identity=["**"])
+
+
+@pytest.mark.parametrize("before", [0, 1, 4])
+async def test_pages_of_referrers_are_followed(before: int) -> None:
+    """By whatever parameters the registry gives; and not for ever."""
+    async with PushableRegistry(referrers=True, page=1) as sim, RegistryClient(QUICK) as client:
+        digest = image(sim, "t", "1")
+        held, key = sim.repositories["t"], KEYS["ed25519"]
+        location = parse_location(f"{sim.host}/t:1")
+        for number in range(before):
+            attach(held, digest, b"junk%d" % number)
+        attach(held, digest, bundle_of(key, statement(digest)))
+        assert await verify(client, location, [public(key)], identity=["**"])
+        for number in range(3 * MAX_PAGES):
+            attach(held, digest, b"more%d" % number)
+        sim.seen.clear()
+        await signatures(client, location, digest)
+        assert sim.count("registry", "GET", "/referrers/") == MAX_PAGES + 1, "one empty page of the other kind"
 
 
 async def test_a_list_of_referrers_in_a_layout(tmp_path: Any) -> None:

@@ -25,6 +25,7 @@ from weenv.registry.groupref.publish import (
     copy,
     delete,
     list_layout,
+    next_query,
     repositories,
     tag,
     tags,
@@ -150,6 +151,19 @@ async def test_damaged_blobs_are_not_spread(tmp_path: Path) -> None:
         with pytest.raises(NotFoundInSource):
             await move(client, f"{sim.host}/a:none", f"oci:{tmp_path}/never:1")
         assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize(
+    ("link", "query"),
+    [
+        ('</v2/x/tags/list?last=b&n=2>; rel="next"', "last=b&n=2"),
+        ("<https://other.example/y?token=a/b#z>; rel=next", "token=a%2Fb"),
+        ("<http://[?a=1>; rel=next", "a=1"), ("</v2/x>; rel=next", ""), ("</x?a=\u00e9>; rel=next", ""),
+        ("</x?a b>; rel=next", ""), ("</x?a>; rel=prev", ""), ("", ""),
+    ],
+)  # fmt: skip
+def test_only_the_query_of_a_link_counts(link: str, query: str) -> None:
+    assert next_query(link) == query
 
 
 async def test_listings_have_pages(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import re
 import secrets
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
-from urllib.parse import parse_qs, quote, urlsplit
+from urllib.parse import parse_qs, quote
 
 from weenv.core import digest as digests
 from weenv.core.aio import gather_all
@@ -183,6 +183,13 @@ async def repositories(client: RegistryClient, host: str) -> list[str]:
         raise UnsupportedError(f"{host} does not list its repositories", hint="name one: weenv group tags HOST/NAME") from error
 
 
+def next_query(link: str) -> str:
+    """The query of the page that a Link header says is next, or empty. Nothing else of it counts: the endpoint stays ours."""
+    match = _NEXT.search(link)
+    query = match[1].partition("#")[0].partition("?")[2] if match else ""
+    return query.replace("/", "%2F") if query.isascii() and query.isprintable() and " " not in query else ""
+
+
 async def _listing(client: RegistryClient, host: str, path: str, key: str, scope: str, what: str) -> list[str]:
     """All pages of a listing (distribution-spec, "Listing Tags": the Link header)."""
     found: list[str] = []
@@ -197,11 +204,9 @@ async def _listing(client: RegistryClient, host: str, path: str, key: str, scope
         found += [name for name in names or () if len(name) < 512 and name.isprintable()]
         if len(found) > MAX_NAMES:
             raise SourceError(f"{host} lists more than {MAX_NAMES} {key}")
-        match = _NEXT.search(headers.get("link", ""))
-        if match is None:
+        values = parse_qs(next_query(headers.get("link", "")))
+        if not values:
             return found
-        # Only what says where to go on is taken from the link; the path stays ours.
-        values = parse_qs(urlsplit(match[1]).query)
         query = "?" + "&".join(f"{name}={quote(values[name][0], safe='')}" for name in ("n", "last") if name in values)
         if query in seen:
             raise SourceError(f"{host} lists {key} in circles")

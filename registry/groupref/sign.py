@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlencode
@@ -27,7 +28,14 @@ from weenv.registry.client import RegistryClient
 from weenv.registry.endpoints import LayoutEnd, RegistryEnd
 from weenv.registry.groupref import keys as keyring
 from weenv.registry.groupref.build import dump
-from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, Bundle, may_sign, parse_bundle
+from weenv.registry.groupref.bundle import (
+    BUNDLE_TYPE,
+    MAX_BUNDLE,
+    PREDICATE_ANNOTATION,
+    Bundle,
+    may_sign,
+    parse_bundle,
+)
 from weenv.registry.groupref.bundle import MEDIA_TYPE as BUNDLE
 from weenv.registry.groupref.policy import (
     DENY,
@@ -41,7 +49,7 @@ from weenv.registry.groupref.policy import (
     check_signatures,
     make_payload,
 )
-from weenv.registry.groupref.publish import open_end, writable
+from weenv.registry.groupref.publish import next_query, open_end, writable
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.manifest import (
     MAX_MANIFEST,
@@ -61,7 +69,11 @@ SIGNATURE_ANNOTATION = "dev.cosignproject.cosign/signature"
 REFERRER_TYPE = "application/vnd.dev.cosign.artifact.sig.v1+json"
 _EMPTY_TYPE = "application/vnd.oci.empty.v1+json"
 MAX_SIGNATURES = 64
-"""Signatures of one digest that are looked at."""
+"""Signatures of one digest that are looked at, in each place and of each kind: many of one do not hide another."""
+MAX_PAGES = 16
+"""Pages of a registry's list of referrers that are read; registries put a few dozen to a thousand on one."""
+MAX_ROWS = 4096
+"""Rows of such a list that are read."""
 
 TAG, REFERRERS, AUTO = "tag", "referrers", "auto"
 
@@ -173,30 +185,23 @@ async def _put(end: LayoutEnd | RegistryEnd, layers: Sequence[Descriptor], subje
 
 
 async def signatures(client: RegistryClient, location: Location, digest: str) -> list[Signature | Rejected]:
-    """All signatures of a digest that are stored beside it, at most MAX_SIGNATURES; none is verified.
+    """The signatures of a digest that are stored beside it, at most MAX_SIGNATURES of each kind; none is verified.
 
     What is malformed is left out, or said to be of no use: it is worth as much as no signature. Raises SourceError where a
     place cannot be asked.
     """
     end = open_end(client, location)
-    manifests: list[Manifest] = []
-    tagged = await _tagged(client, location, signature_tag(digest))
-    if isinstance(tagged, Manifest):
-        manifests.append(tagged)
-    for child in (await _referring(client, location, digest))[:MAX_SIGNATURES]:
-        try:
-            found = parse_manifest(await end.manifest(child), child.media_type, child.digest)
-        except (FormatError, NotFoundInSource):
-            continue
-        if not isinstance(found, Manifest) or found.subject is None or found.subject.digest != digest:
-            continue
-        if may_sign(found.annotations):
-            manifests.append(found)
-    layers = [layer for manifest in manifests for layer in manifest.layers]
-    layers = [layer for layer in layers if layer.media_type == PAYLOAD_TYPE or layer.media_type.startswith(BUNDLE)]
+    groups: list[list[Manifest]] = []
+    with contextlib.suppress(FormatError):
+        tagged = await _tagged(client, location, signature_tag(digest))
+        if isinstance(tagged, Manifest):
+            groups.append([tagged])
+    for rows in await _referring(client, location, digest):
+        found = [await _referrer(end, row, digest) for row in rows]
+        groups.append([manifest for manifest in found if manifest is not None])
     result: list[Signature | Rejected] = []
     subject = b""  # once for all that are over it
-    for layer in layers[:MAX_SIGNATURES]:
+    for layer in (layer for group in groups for layer in _layers(group)):
         try:
             if layer.media_type == PAYLOAD_TYPE:
                 result += await _simple(end, layer)
@@ -208,6 +213,28 @@ async def signatures(client: RegistryClient, location: Location, digest: str) ->
         except (FormatError, NotFoundInSource) as error:
             result.append(Rejected(str(error)))
     return result
+
+
+async def _referrer(end: LayoutEnd | RegistryEnd, row: Descriptor, digest: str) -> Manifest | None:
+    """The manifest that a row names, where it is one that is about ``digest`` and may hold a signature."""
+    try:
+        found = parse_manifest(await end.manifest(row), row.media_type, row.digest)
+    except (FormatError, NotFoundInSource):
+        return None
+    if not isinstance(found, Manifest) or found.subject is None or found.subject.digest != digest:
+        return None
+    return found if may_sign(found.annotations) else None
+
+
+def _layers(manifests: Sequence[Manifest]) -> list[Descriptor]:
+    """The layers that are looked at: the first of each manifest, then the second, so that one with many hides no other's."""
+    found = [
+        (number, layer)
+        for manifest in manifests
+        for number, layer in enumerate(manifest.layers)
+        if layer.media_type == PAYLOAD_TYPE or layer.media_type.startswith(BUNDLE)
+    ]
+    return [layer for _, layer in sorted(found, key=lambda each: each[0])[:MAX_SIGNATURES]]
 
 
 async def _simple(end: LayoutEnd | RegistryEnd, layer: Descriptor) -> list[Signature]:
@@ -231,13 +258,15 @@ async def _manifest(client: RegistryClient, location: Location, digest: str) -> 
     return (await open_end(client, itself).root())[0]
 
 
+def _beside(location: Location, tag: str) -> Location:
+    if isinstance(location, LayoutLocation):
+        return LayoutLocation(location.path, tag)
+    return Reference(location.host, location.repository, tag)
+
+
 async def _tagged(client: RegistryClient, location: Location, tag: str) -> Manifest | Index | None:
     """What a tag beside ``location`` means; None where there is none. Raises SourceError, FormatError."""
-    place: Location
-    if isinstance(location, LayoutLocation):
-        place = LayoutLocation(location.path, tag)
-    else:
-        place = Reference(location.host, location.repository, tag)
+    place = _beside(location, tag)
     try:
         data, descriptor = await open_end(client, place).root()
     except NotFoundInSource:
@@ -245,50 +274,81 @@ async def _tagged(client: RegistryClient, location: Location, tag: str) -> Manif
     return parse_manifest(data, descriptor.media_type, str(place))
 
 
-async def _referring(client: RegistryClient, location: Location, digest: str) -> list[Descriptor]:
+_Row = tuple[str, Descriptor]
+"""A signature's manifest as listed: its kind (REFERRER_TYPE, BUNDLE, or empty where the list does not say), descriptor."""
+
+
+async def _referring(client: RegistryClient, location: Location, digest: str) -> list[list[Descriptor]]:
     """The manifests that say they hold signatures of ``digest``: by the referrers API, or by the tag that stands for it."""
     if isinstance(location, Reference):
         signed = await _referrers(client, location, digest, REFERRER_TYPE)
         if signed is not None:
-            bundles = await _referrers(client, location, digest, BUNDLE_TYPE) or []
-            rows = {row.digest: row for row in (*signed, *bundles) if may_sign(row.annotations)}
-            return list(rows.values())
-    listed = await _tagged(client, location, referrers_tag(digest))
-    if not isinstance(listed, Index):
+            return _foremost([*signed, *(await _referrers(client, location, digest, BUNDLE_TYPE) or [])])
+    try:
+        data, _ = await open_end(client, _beside(location, referrers_tag(digest))).root()
+        return _foremost(_rows(data, f"the referrers of {digest}", listing=True))
+    except (FormatError, NotFoundInSource):
         return []
-    return _rows(listed.data, f"the referrers of {digest}", listing=True)
 
 
-async def _referrers(client: RegistryClient, reference: Reference, digest: str, kind: str) -> list[Descriptor] | None:
+def _foremost(rows: Iterable[_Row]) -> list[list[Descriptor]]:
+    """Of each kind those that are looked at. First come those that say they hold a signature, as cosign's do."""
+    kinds: dict[str, dict[str, Descriptor]] = {}
+    for kind, row in rows:
+        if may_sign(row.annotations):
+            kinds.setdefault(kind, {})[row.digest] = row
+    return [
+        sorted(found.values(), key=lambda row: PREDICATE_ANNOTATION not in row.annotations)[:MAX_SIGNATURES]
+        for found in kinds.values()
+    ]
+
+
+async def _referrers(client: RegistryClient, reference: Reference, digest: str, kind: str) -> list[_Row] | None:
     """The signature manifests that say they are about ``digest``; None where the registry has no referrers API.
 
-    ``kind`` is the artifact type asked for; a registry may ignore that, and tell all. Only the first page is read:
-    registries list the newest few dozen there, and MAX_SIGNATURES are looked at.
+    ``kind`` is the artifact type asked for; a registry may ignore that, and tell all. Pages are followed (distribution-spec
+    1.1, "Listing Referrers": a Link header, with whatever parameters the registry needs), up to MAX_PAGES and MAX_ROWS.
     """
     what = f"the referrers of {digest}"
-    status, headers, body = await client.request(
-        "GET", reference.api_host, f"/v2/{reference.repository}/referrers/{digest}?{urlencode({'artifactType': kind})}",
-        what=what, scope=scope_of(reference.repository), accept=frozenset({200, 400, 404, 405, 406}), limit=MAX_MANIFEST,
-        headers={"Accept": OCI_INDEX},
-    )  # fmt: skip
-    if status != 200 or headers.get("content-type", "").partition(";")[0].strip() != OCI_INDEX:
-        return None
-    return _rows(body, what)
+    query = urlencode({"artifactType": kind})
+    found: list[_Row] | None = None
+    seen: set[str] = set()
+    while query and query not in seen and len(seen) < MAX_PAGES and len(found or ()) < MAX_ROWS:
+        seen.add(query)
+        status, headers, body = await client.request(
+            "GET", reference.api_host, f"/v2/{reference.repository}/referrers/{digest}?{query}", what=what,
+            scope=scope_of(reference.repository), accept=frozenset({200, 400, 404, 405, 406}), limit=MAX_MANIFEST,
+            headers={"Accept": OCI_INDEX},
+        )  # fmt: skip
+        if status != 200 or headers.get("content-type", "").partition(";")[0].strip() != OCI_INDEX:
+            break
+        try:
+            found = [*(found or ()), *_rows(body, what)]
+        except FormatError:
+            break
+        query = next_query(headers.get("link", ""))
+    return found
 
 
-def _rows(data: bytes, what: str, *, listing: bool = False) -> list[Descriptor]:
-    """Those rows of an index that may be signatures. In the ``listing`` under a tag, which clients write, the type may be
-    the config's (cosign 3.0, go-containerregistry before 0.21.6) or left out. Raises FormatError."""
+def _rows(data: bytes, what: str, *, listing: bool = False) -> list[_Row]:
+    """Those rows of an index that may be signatures; a malformed one is left out. In the ``listing`` under a tag, which
+    clients write, the type may be the config's (cosign 3.0, go-containerregistry before 0.21.6) or left out.
+    Raises FormatError."""
     _, raw = parse_object(data, what, MAX_MANIFEST)
     rows = raw.get("manifests")
-    if not isinstance(rows, list):
-        return []
-    known = (REFERRER_TYPE, _EMPTY_TYPE, None) if listing else (REFERRER_TYPE,)
-    found = []
-    for row in rows:
-        kind = row.get("artifactType") if isinstance(row, dict) else False
-        if kind in known or (isinstance(kind, str) and kind.startswith(BUNDLE)):
-            found.append(parse_descriptor(row, what))
+    kinds = {REFERRER_TYPE: REFERRER_TYPE} | ({_EMPTY_TYPE: "", None: ""} if listing else {})
+    found: list[_Row] = []
+    for row in rows if isinstance(rows, list) else ():
+        said = row.get("artifactType") if isinstance(row, dict) else False
+        if not isinstance(said, str | None):
+            continue
+        kind = BUNDLE if said is not None and said.startswith(BUNDLE) else kinds.get(said)
+        if kind is None or len(found) == MAX_ROWS:
+            continue
+        with contextlib.suppress(FormatError):
+            descriptor = parse_descriptor(row, what)
+            if descriptor.media_type == OCI_MANIFEST and descriptor.size <= MAX_MANIFEST:
+                found.append((kind, descriptor))
     return found
 
 

@@ -1,7 +1,7 @@
 """A registry that takes pushes, keeps repositories apart, lists, mounts and deletes: distribution-spec 1.1 in memory.
 
 ``referrers`` switches the referrers API, ``filters`` whether that lists only the type asked for, ``delete_tags`` whether a tag
-can be deleted alone, ``page`` the length of listings.
+can be deleted alone, ``page`` the length of listings; ``listed`` are rows that it lists as referrers of everything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import secrets
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import quote
 
 from aiohttp import web
 from simulator.registry import SimulatedRegistry
@@ -37,6 +38,7 @@ class PushableRegistry(SimulatedRegistry):
     mounts: bool = True
     catalog: bool = True
     page: int = 1000
+    listed: list[Any] = field(default_factory=list)
     repositories: dict[str, Repository] = field(default_factory=dict)
     uploads: dict[str, bytes] = field(default_factory=dict)
 
@@ -89,16 +91,22 @@ class PushableRegistry(SimulatedRegistry):
         if not self.referrers:
             return web.Response(status=404)
         wanted = request.query.get("artifactType", "") if self.filters else ""
-        rows: list[dict[str, Any]] = []
+        rows = list(self.listed)
         for digest, (media_type, data) in held.manifests.items():
-            parsed = json.loads(data)
+            try:
+                parsed = dict(json.loads(data))
+            except ValueError:
+                continue
             kind = parsed.get("artifactType") or (parsed.get("config") or {}).get("mediaType")
             if (parsed.get("subject") or {}).get("digest") == request.match_info["digest"] and wanted in ("", kind):
                 rows.append({"mediaType": media_type, "digest": digest, "size": len(data), "artifactType": kind,
                              "annotations": parsed.get("annotations") or {}})  # fmt: skip
-        body = json.dumps({"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": rows}).encode()
-        applied = {"OCI-Filters-Applied": "artifactType"} if wanted else {}
-        return web.Response(body=body, content_type=OCI_INDEX, headers=applied)
+        start = int(request.query.get("mark", "0").partition("/")[2] or "0")
+        page = {"schemaVersion": 2, "mediaType": OCI_INDEX, "manifests": rows[start : start + self.page]}
+        headers = {"OCI-Filters-Applied": "artifactType"} if wanted else {}
+        if len(rows) > start + self.page:  # its own way to say where to go on, which a client hands back as it is
+            headers["Link"] = f'<{request.path}?artifactType={quote(wanted)}&mark=at/{start + self.page}>; rel="next"'
+        return web.Response(body=json.dumps(page).encode(), content_type=OCI_INDEX, headers=headers)
 
     async def _start(self, request: web.Request) -> web.Response:
         held = self.repository(request)

@@ -13,7 +13,7 @@ import click
 
 from weenv.cli import checks, nodechecks, render
 from weenv.core import rights
-from weenv.core.errors import WeenvError
+from weenv.core.errors import UnavailableError, WeenvError
 from weenv.core.settings import read_tables
 
 START = "weenv install sets the node up; without systemd: weenv serve"
@@ -92,7 +92,10 @@ def _blobs(path: str, status_socket: str) -> list[checks.Finding]:
     remedy = START
     if path not in mounts_below(os.path.dirname(path)):
         return [checks.Finding("blobfs", "fail", f"nothing is mounted at {path}", remedy)]
-    answer = blobfs_status(status_socket)
+    try:
+        answer = blobfs_status(status_socket)
+    except UnavailableError:
+        answer = None
     if answer is None:
         found = checks.unix_socket("blobfs", status_socket, remedy)
         why = f" ({found.seen})" if found.state == "fail" else ""

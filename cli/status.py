@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from weenv.cli import render
+from weenv.core.errors import UnavailableError
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
 from weenv.core.unixsocket import listens
 
@@ -19,10 +20,18 @@ _NAMESPACES = 3
 
 
 def blobfs_status(path: str) -> dict[str, Any] | None:
-    """What the running blobfs says of itself, or None where none answers."""
+    """What the running blobfs says of itself, or None where none runs. Raises :class:`UnavailableError`."""
     from weenv.plugin.snapshotter.blobfs.ask import ask
 
     return ask(path, {"op": "status"})
+
+
+def _asked(path: str) -> tuple[dict[str, Any] | None, list[str]]:
+    """The same, and what is wrong where one runs and does not answer."""
+    try:
+        return blobfs_status(path), []
+    except UnavailableError as error:
+        return None, [error.message]
 
 
 def _lost(root: str, path: str) -> str:
@@ -98,9 +107,9 @@ def status(config_path: str, as_json: bool) -> None:
     config = from_tables(tables)
     node = collect(config.root)
     lost = "" if node.running else _lost(config.root, config.socket)
-    blobfs = blobfs_status(blobfs_config.from_table(tables.get("blobfs", {})).status_socket)
+    blobfs, mute = _asked(blobfs_config.from_table(tables.get("blobfs", {})).status_socket)
     if as_json:
-        problems = [*([lost] if lost else []), *node.problems]
+        problems = [*([lost] if lost else []), *mute, *node.problems]
         render.print_json({**dataclasses.asdict(node), "problems": problems, "blobfs": blobfs})
         return
     rows = [
@@ -131,8 +140,8 @@ def status(config_path: str, as_json: bool) -> None:
         held = f"{render.counted(node.converted_blobs, 'layer')}, {render.size(node.converted_bytes)}"
         click.echo(f"not in the lazy format, converted on this node: {held}")
     click.echo(f"snapshotter: {f'running (pid {node.pid})' if node.running else 'not running'}, root {node.root}")
-    click.echo(f"blobfs: {_blobfs_line(blobfs)}")
+    click.echo(f"blobfs: {'does not answer' if mute else _blobfs_line(blobfs)}")
     if lost:
         click.echo(f"problem: {lost}")
-    for problem in [*node.problems, *blobfs_problems(blobfs)]:
+    for problem in [*mute, *node.problems, *blobfs_problems(blobfs)]:
         click.echo(f"problem: {problem}")

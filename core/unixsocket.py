@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import struct
+import time
 
 from weenv.core.errors import ConfigError
 
@@ -14,6 +15,8 @@ _CREDENTIALS = struct.Struct("iII")
 """struct ucred: pid, uid, gid."""
 NOBODY = (FileNotFoundError, NotADirectoryError, ConnectionRefusedError)
 """What connecting raises where nobody listens: there is no such name, or what has it is a dead process's, or no socket."""
+_AGAIN = 0.01
+"""Seconds between attempts where a queue is full."""
 
 
 def bind_private(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
@@ -33,11 +36,22 @@ def bind_private(path: str, kind: int = socket.SOCK_STREAM) -> socket.socket:
 
 
 def connected(path: str, patience: float, kind: int = socket.SOCK_STREAM) -> socket.socket:
-    """A connection to the socket at ``path``; ``patience`` is its timeout in seconds, now and later. Raises OSError."""
+    """A connection to the socket at ``path``; ``patience`` is its timeout in seconds, now and later. Raises OSError.
+
+    That is BlockingIOError where as many wait to be accepted as may, and still do after ``patience``.
+    """
     made = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
     made.settimeout(patience)
+    end = time.monotonic() + patience
     try:
-        made.connect(path)
+        while True:
+            try:
+                made.connect(path)
+                break
+            except BlockingIOError:  # a full queue: the timeout is Python's, and to the kernel the socket never waits
+                if time.monotonic() >= end:
+                    raise
+                time.sleep(_AGAIN)
     except BaseException:
         made.close()
         raise

@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import socket
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from weenv.cli import doctor
-from weenv.cli.status import _blobfs_line, _users, blobfs_problems, blobfs_status
+from weenv.cli.status import _asked, _blobfs_line, _users, blobfs_problems, blobfs_status
+from weenv.core.errors import UnavailableError
+from weenv.core.unixsocket import connected
 from weenv.plugin.snapshotter import mounts
+from weenv.plugin.snapshotter.blobfs.ask import ask
 from weenv.plugin.snapshotter.status import by_namespace
 
 GOOD = {"digest": "sha256:" + "1" * 64, "local_percent": 12.5, "errors": {}, "last_error": ""}
@@ -84,3 +88,22 @@ def test_what_runs_of_blobfs_and_its_cache() -> None:
     assert _blobfs_line({"cache": cache}) == (
         "running; cache 1 MiB of 2 MiB, 2 KiB evicted since it began, over its bound and nothing can be evicted"
     )
+
+
+@pytest.mark.parametrize("answer", [b"", b"{", b"[]", b"[" * 100_000])
+def test_one_that_listens_and_does_not_answer_is_not_none(tmp_path: Path, answer: bytes) -> None:
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(path)
+        assert ask(path, {"op": "status"}) is None, "a dead one's socket"
+        server.listen(0)
+        server.settimeout(30)
+        with ThreadPoolExecutor(1) as threads:
+            asked = threads.submit(_asked, path)
+            client, _ = server.accept()
+            with client:
+                client.recv(1000)
+                client.sendall(answer)
+            assert asked.result(30) == (None, [f"blobfs listens at {path} and does not answer"])
+        with connected(path, 5), pytest.raises(UnavailableError, match="does not answer"):  # which fills its queue
+            ask(path, {"op": "status"}, patience=0.05)

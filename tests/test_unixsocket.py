@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 
 import pytest
 
 from weenv.core.errors import ConfigError
-from weenv.core.unixsocket import bind_private, claim_path, listens
+from weenv.core.unixsocket import bind_private, claim_path, connected, listens
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
@@ -64,3 +66,17 @@ def test_only_a_dead_socket_makes_room(tmp_path: Path) -> None:
     (tmp_path / "run" / "s").touch()
     with pytest.raises(ConfigError, match="is no socket"):
         claim_path(path)
+
+
+@pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])
+def test_a_full_queue_is_waited_for(tmp_path: Path, kind: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = str(tmp_path / "s")
+    with bind_private(path, kind) as listener, contextlib.ExitStack() as stack:
+        listener.listen(0)
+        stack.enter_context(connected(path, 30, kind))
+        with pytest.raises(BlockingIOError):
+            connected(path, 0.05, kind)
+        accepted: list[socket.socket] = []
+        monkeypatch.setattr(time, "sleep", lambda _: accepted.append(stack.enter_context(listener.accept()[0])))
+        stack.enter_context(connected(path, 30, kind))
+        assert len(accepted) == 1

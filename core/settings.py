@@ -10,10 +10,13 @@ import dataclasses
 from typing import Any, TypeVar
 
 from weenv.core.errors import ConfigError
+from weenv.core.regular import read_whole, regular
 
 T = TypeVar("T")
 
 DEFAULT_CONFIG = "/etc/weenv/config.toml"
+_MAX_CONFIG = 1 << 20
+"""Bytes of the file; the longest that anybody needs has a few thousand."""
 TABLES = frozenset({"snapshotter", "blobfs", "registry", "run", "compose", "policy", "gateway", "elastic", "nri"})
 """Every table that a part of the project reads: a misspelt one must not silently mean its defaults."""
 
@@ -21,18 +24,19 @@ TABLES = frozenset({"snapshotter", "blobfs", "registry", "run", "compose", "poli
 def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
     """The file's tables; none where the default file does not exist. Raises :class:`ConfigError`."""
     try:
-        with open(path, "rb") as file:
-            import tomllib  # where there is no file, importing what reads it would be the most of a command's start
-
-            try:
-                tables: dict[str, Any] = tomllib.load(file)
-            except (ValueError, RecursionError) as error:  # not UTF-8, or a number too long, too
-                raise ConfigError(f"cannot read {path}: {error}") from error
+        with open(path, "rb", opener=regular) as file:
+            data = read_whole(file, _MAX_CONFIG)
     except FileNotFoundError as error:
         if path != DEFAULT_CONFIG:
             raise ConfigError(f"no such file: {path}", hint="write it, or leave --config out") from error
         return {}
     except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    import tomllib  # where there is no file, importing what reads it would be the most of a command's start
+
+    try:
+        tables: dict[str, Any] = tomllib.loads(data.decode())
+    except (ValueError, RecursionError) as error:  # not UTF-8, or a number too long, too
         raise ConfigError(f"cannot read {path}: {error}") from error
     for name in tables:
         if name not in TABLES and not isinstance(tables[name], dict):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weenv.core.errors import ConfigError
-from weenv.core.regular import read_whole
+from weenv.core.regular import read_whole, regular
 from weenv.registry.reference import is_hub
 
 MAX_CONFIG = 4 << 20
@@ -189,7 +189,7 @@ class CredentialStore:
     def _load(self) -> DockerConfig:
         for path in self._paths:
             try:
-                with open(path, "rb") as file:
+                with open(path, "rb", opener=regular) as file:
                     stat = os.fstat(file.fileno())
                     stamp = (path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
                     if stamp != self._stamp:

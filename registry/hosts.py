@@ -25,7 +25,7 @@ from typing import Any, Final
 from urllib.parse import quote, urlsplit
 
 from weenv.core.errors import ConfigError
-from weenv.core.regular import read_whole
+from weenv.core.regular import read_whole, regular
 from weenv.registry.config import RegistryConfig, split_host
 from weenv.registry.reference import DEFAULT_HOST, api_host, is_hub
 
@@ -329,7 +329,7 @@ class Hosts:
         path = os.path.join(directory, "hosts.toml")
         try:
             try:
-                with open(path, "rb") as file:
+                with open(path, "rb", opener=regular) as file:
                     text = read_whole(file, _MAX_FILE)
             except FileNotFoundError:
                 text = b""
@@ -340,7 +340,7 @@ class Hosts:
                     self._complain(path, error)
             return certificates(directory, host, self._config)
         except OSError as error:
-            raise ConfigError(f"cannot read {directory}: {error.strerror}") from error
+            raise ConfigError(f"cannot read {error.filename or directory}: {error.strerror}") from error
 
     def _complain(self, path: str, error: ConfigError) -> None:
         if self._told.get(path) == error.message:

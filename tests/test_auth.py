@@ -228,6 +228,13 @@ def test_a_configuration_that_is_too_large_is_named(tmp_path: Path) -> None:
     assert str(caught.value) == f"{path} is larger than {4 << 20} bytes"
 
 
+def test_a_configuration_that_is_a_pipe_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    with pytest.raises(ConfigError) as caught:
+        CredentialStore(str(tmp_path / "config.json")).lookup("r.example")
+    assert str(caught.value) == f"cannot read {tmp_path}/config.json: it is a pipe, not a file"
+
+
 # -- against a registry ---------------------------------------------------------------------------------------------
 
 

@@ -3,6 +3,7 @@ integration/test_mirrors_containerd.py.)"""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -197,6 +198,15 @@ def test_a_file_that_is_too_large_is_named_and_not_read_half(tmp_path: Path) -> 
     with pytest.raises(ConfigError) as caught:
         hosts(tmp_path).endpoints("r.example", PULL)
     assert str(caught.value) == f"{path} is larger than {1 << 20} bytes"
+
+
+def test_a_pipe_is_named_and_not_waited_for(tmp_path: Path) -> None:
+    path = tmp_path / "first/r.example/hosts.toml"
+    path.parent.mkdir(parents=True)
+    os.mkfifo(path)
+    with pytest.raises(ConfigError) as caught:
+        hosts(tmp_path).endpoints("r.example", PULL)
+    assert str(caught.value) == f"cannot read {path}: it is a pipe, not a file"
 
 
 def test_dockers_own_layout(tmp_path: Path) -> None:

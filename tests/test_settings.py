@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -84,6 +85,20 @@ def test_files(tmp_path: object) -> None:
             binary.write(text)
         with pytest.raises(ConfigError, match="cannot read"):
             snapshotter_config.load(path)
+
+
+def test_a_configuration_that_is_no_file_or_has_no_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "long").write_bytes(b"# " + (1 << 20) * b"x")
+    for path, message in (
+        (f"{tmp_path}/pipe", "it is a pipe, not a file"),
+        ("/dev/zero", "it is a device, not a file"),
+        (str(tmp_path), "it is a directory, not a file"),
+        (f"{tmp_path}/long", "is larger than 1048576 bytes"),
+    ):
+        with pytest.raises(ConfigError, match=message) as caught:
+            settings.read_tables(path)
+        assert caught.value.message.count(path) == 1
 
 
 @pytest.mark.parametrize(

@@ -241,6 +241,9 @@ def test_policies_from_files(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError):
             load_policy(str(tmp_path / name))
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ConfigError, match="it is a pipe, not a file"):
+        load_policy(str(tmp_path / "pipe"))
 
 
 # -- beside what they sign -------------------------------------------------------------------------------------------

@@ -39,7 +39,7 @@ from typing import Any
 
 from weenv.core import digest as digests
 from weenv.core.errors import BadReference, ConfigError, FormatError, VerificationError
-from weenv.core.regular import read_whole
+from weenv.core.regular import read_whole, regular
 from weenv.registry.groupref.keys import PublicKey, load_public, read_key_file
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.reference import parse_reference
@@ -315,7 +315,7 @@ def load_policy(path: str) -> Policy:
     import yaml
 
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             data = read_whole(file, MAX_POLICY)
     except OSError as error:
         raise ConfigError(f"cannot read the policy {path}: {error.strerror}") from error

@@ -9,8 +9,14 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from typing import Final
 
 from weenv.core.errors import ConfigError
+
+_ASKED: Final = 0.2
+"""Seconds for which a lock is tried for in any case: whoever asks for its holder (:func:`holder_of`) has it for a moment."""
+_AGAIN: Final = 0.02
+"""Seconds between attempts."""
 
 
 @contextlib.contextmanager
@@ -19,7 +25,7 @@ def only_instance(root: str, what: str, name: str = "lock", *, patience: float =
 
     ``patience`` is how many seconds it is waited for: a process that is ending may hold it for a moment longer.
     """
-    end = time.monotonic() + patience
+    end = time.monotonic() + max(patience, _ASKED)
     os.makedirs(root, mode=0o711, exist_ok=True)
     fd = os.open(os.path.join(root, name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -29,7 +35,7 @@ def only_instance(root: str, what: str, name: str = "lock", *, patience: float =
                 break
             except BlockingIOError as error:
                 if time.monotonic() < end:
-                    time.sleep(0.05)
+                    time.sleep(_AGAIN)
                     continue
                 holder = os.pread(fd, 32, 0).decode("ascii", "replace").strip()
                 raise ConfigError(

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -395,6 +398,21 @@ def test_a_second_instance_is_refused(tmp_path: object) -> None:
         assert done.returncode != 0 and f"another snapshotter (pid {os.getpid()})" in done.stderr
     with only_instance(root, "snapshotter"):
         pass
+
+
+def test_who_asks_for_the_holder_keeps_nobody_from_starting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asker = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(asker, fcntl.LOCK_SH)  # as holder_of does, for a moment
+    waits: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waits.append(seconds)
+        fcntl.flock(asker, fcntl.LOCK_UN)
+
+    monkeypatch.setattr(time, "sleep", wait)
+    with only_instance(str(tmp_path), "snapshotter"):
+        assert len(waits) == 1
+    os.close(asker)
 
 
 async def test_serving_until_cancelled_leaves_everything(tmp_path: object) -> None:

@@ -17,7 +17,7 @@ from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
 from weenv.plugin.snapshotter.blobfs.server import Server
 from weenv.plugin.snapshotter.cache.keeper import ALL
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
-from weenv.plugin.snapshotter.layerdir import LayerDirs
+from weenv.plugin.snapshotter.layerdir import EVICT, LayerDirs
 from weenv_testkit.synthetic import make_layer, payload
 
 KIB = 1 << 10
@@ -107,6 +107,22 @@ async def test_what_cannot_go_is_complained_of_seldom(
         assert node.evictor.status()["stuck"]
     await node.evictor.look()
     assert not node.evictor.status()["stuck"]
+
+
+async def test_what_a_server_that_was_killed_had_asked_for_is_taken_back_at_the_start(node: Node, tmp_path: Path) -> None:
+    data = node.evictor.keeper.size().data
+    config = CacheConfig(high=data + KIB, low=data - KIB, disk_high=1.0)
+    server = Server(-1, node.table, node.fetcher, root=str(tmp_path))
+    evictor = Evictor(config, str(tmp_path), node.table, server, node.fetcher)
+    mark = Path(node.layer.path, EVICT)
+    mark.touch()
+    await evictor.look()
+    assert evictor.size is not None and not evictor.size.over and not evictor.size.room
+    assert not mark.exists()
+    mark.touch()
+    evictor._marked = True
+    await evictor.look()
+    assert mark.exists(), "the bounds have asked for it, and there is no room yet"
 
 
 async def test_pruning_is_one_line(node: Node, caplog: pytest.LogCaptureFixture) -> None:

@@ -137,6 +137,22 @@ def test_no_more_is_asked_for_than_is_needed(node: Node) -> None:
     assert 0 < work.answer()["data_before"] - work.answer()["data_after"] < 200_000
 
 
+def test_two_at_once_evict_no_more_than_one(node: Node) -> None:
+    size = node.keeper.size().data
+    to = size - 100_000
+    works = node.prune(to=to), node.prune(to=to)
+    assert all(work.begin() for work in works)
+    for made in LAYERS:
+        node.mount_anew(made)
+    assert not any(work.again() for work in works)
+    for work in works:
+        work.end()
+    assert to - (64 << 10) <= node.keeper.size().data <= to, "to less than a frame"
+    again, once_more = node.prune(to=to - 100_000), node.prune(to=to - 100_000)
+    assert not again.begin() and not once_more.begin()
+    assert again.answer()["frames"] and not once_more.answer()["frames"]
+
+
 def test_the_next_one_is_asked_for_where_one_does_not_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_LET_GO", 0.0)
     work = node.prune(to=node.keeper.size().data - 100_000)

@@ -45,7 +45,9 @@ class Evictor:
         self._fetcher = fetcher
         self._measured = 0.0
         self._stored = 0
-        self._marked = True  # a former server may have asked for mounts
+        self._marked = True
+        self._inherited = True
+        """A former server, or a prune of its that was not ended, may have asked for mounts."""
         self._next_try = 0.0
         self._told = 0.0
         self._complained = 0.0
@@ -83,9 +85,10 @@ class Evictor:
         assert self.size is not None
         if self.size.over and now >= self._next_try:
             await asyncio.to_thread(self._evict, self.size)
-        elif self._marked and self.size.room:
+        elif self._marked and (self.size.room or self._inherited):
             await asyncio.to_thread(self.keeper.withdraw)
             self._marked = False
+        self._inherited = False
         self._tell()
 
     def _measure(self) -> None:
@@ -95,7 +98,7 @@ class Evictor:
 
     def _evict(self, size: Size) -> None:
         wanted = size.data - size.bounds.low
-        done = self.keeper.evict(wanted, "disk" if size.bounds.disk else "size")
+        done = self.keeper.evict(wanted, "disk" if size.bounds.disk else "size", to=size.bounds.low)
         self._untold[0] += done.frames
         self._untold[1] += done.size
         self._measure()

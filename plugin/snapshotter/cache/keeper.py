@@ -274,11 +274,17 @@ class Keeper:
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 
-    def evict(self, wanted: int, reason: str, which: Which = ALL, *, dry: bool = False) -> Evicted:
-        """Punch out frames that make up ``wanted`` bytes, or all that may go; with ``dry`` only say which."""
+    def evict(self, wanted: int, reason: str, which: Which = ALL, *, to: int = 0, dry: bool = False) -> Evicted:
+        """Punch out frames that make up ``wanted`` bytes, or all that may go; with ``dry`` only say which.
+
+        None beyond where the cache has ``to`` bytes: others may have evicted since ``wanted`` was worked out.
+        """
         done = Evicted()
         with self._lock:
-            entries = [entry for entry in self.entries() if which.has(entry.digest)]
+            entries = self.entries()
+            if to:
+                wanted = min(wanted, sum(entry.allocated for entry in entries) - to)
+            entries = [entry for entry in entries if which.has(entry.digest)]
             unused = self.unused()
             helds: list[Held] = []
             kept: list[Entry] = []

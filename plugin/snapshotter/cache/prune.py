@@ -37,6 +37,9 @@ _LET_GO: Final = 2.5
 _ANSWER: Final = 20.0
 """Seconds for the snapshotter to mount a layer anew: it looks every three."""
 
+_ALL: Final = 1 << 62
+"""Bytes."""
+
 
 class Prune:
     """One ``weenv cache prune``. ``to``: stop where the cache is no larger than so many bytes; ``dry``: only say what would go.
@@ -51,7 +54,8 @@ class Prune:
         self._dry = dry
         self._served = served
         self._before = keeper.size().data
-        self._wanted = max(0, self._before - to) if to is not None else 1 << 62
+        self._to = to or 0
+        self._wanted = max(0, self._before - to) if to is not None else _ALL
         self._patience = 0.0
         self._held: list[str] = []
         self._asked_at: dict[str, float] = {}
@@ -61,7 +65,7 @@ class Prune:
     def begin(self) -> bool:
         """Evict what can go at once. True: :meth:`again` is to be called, for complete layers are still to be had."""
         keeper, which = self._keeper, self._which
-        self.done = keeper.evict(self._wanted, "prune", which, dry=self._dry)
+        self.done = keeper.evict(self._wanted, "prune", which, to=self._to, dry=self._dry)
         known = keeper.modes()
         self._held = [
             digest
@@ -80,8 +84,14 @@ class Prune:
         self._patience = _ANSWER if holder_of(keeper.root)[0] else _LET_GO  # servers of the FUSE plane need no snapshotter
         return self._ask()
 
+    def _look(self) -> None:
+        """Have no more wanted than is too much by now: another prune, or the bounds, may have evicted meanwhile."""
+        if self._wanted < _ALL:
+            self._wanted = min(self._wanted, self.done.size + max(0, self._keeper.size().data - self._to))
+
     def _ask(self) -> bool:
         """Whether there is anything to wait for; asks for what is to be mounted anew."""
+        self._look()
         if self.done.size >= self._wanted:
             return False
         held = Evicted({digest: self.done.layers[digest] for digest in self._held})
@@ -98,7 +108,7 @@ class Prune:
         if not waiting:  # the bounds have withdrawn the marks
             return self._ask()
         which = Which(tuple(map(digests.hex_of, waiting)))
-        self.done.add_later(self._keeper.evict(self._wanted - self.done.size, "prune", which))
+        self.done.add_later(self._keeper.evict(self._wanted - self.done.size, "prune", which, to=self._to))
         now, modes = time.monotonic(), self._keeper.modes()
         for digest in waiting:
             each = self.done.layers[digest]

@@ -15,7 +15,7 @@ help:
 	@echo "sudo make test    all tests, with real containerd, runc and registry (PYTEST_ARGS=...)"
 	@echo "sudo make bench   the measured comparisons of docs/benchmarks.md (BENCH_ARGS=...)"
 	@echo "sudo make soak    long reliability runs"
-	@echo "sudo make fuzz    mutated tails, tars, texts and NRI calls, FUZZ_SECONDS (600) each"
+	@echo "sudo make fuzz    mutated tails, tars, texts, NRI calls and foreign TOCs, FUZZ_SECONDS (600) each"
 	@echo "sudo make setup   only install what these need; leaves the command at .venv/bin/weenv"
 	@echo "make lint         ruff, mypy and the import contract"
 	@echo "make lock         renew requirements.lock from pyproject.toml"
@@ -40,7 +40,7 @@ soak: setup
 
 # Without coverage, all that is installed here; with atheris in the environment, run a target by itself (see its text).
 fuzz: setup
-	for target in tail tarscan text nri; do \
+	for target in tail tarscan text nri foreign; do \
 		PYTHONPATH=integration nice -n 15 .venv/bin/python tests/fuzz/fuzz_$$target.py --seconds $(FUZZ_SECONDS) || exit 1; \
 	done
 

@@ -18,6 +18,7 @@ from weenv.core.errors import BadReference, FormatError, VerificationError
 
 if TYPE_CHECKING:  # a conversion is too short to import what talks to registries
     from weenv.cli.locate import FoundLayer
+    from weenv.layer.toc import Toc
     from weenv.layer.verify import LayerDescriptor
 
 T = TypeVar("T")
@@ -120,6 +121,8 @@ def _encoded(made: Any) -> dict[str, Any]:
 def inspect(what: str, platform: str, as_json: bool, entries: bool, reach: Reach) -> None:
     """Show what a layer's table of contents says, reading only the blob's tail.
 
+    Of eStargz and zstd:chunked layers too, where a manifest has their annotations.
+
     \b
     Examples:
       weenv layer inspect rootfs.tar.zst
@@ -137,11 +140,12 @@ def inspect(what: str, platform: str, as_json: bool, entries: bool, reach: Reach
             str(d["frames"]["count"]) if d["lazy"] else "-",
             render.size(d["toc"]["length"]) if d["lazy"] else "-",
             _counts(d["counts"]) if d["lazy"] else render.escape(d["reason"]),
+            d.get("format", "-"),
             d["trust"],
         )
         for d in described
     ]
-    render.table(["layer", "blob", "tar", "frames", "TOC", "holds", "trust"], rows, right=[1, 2, 3, 4])
+    render.table(["layer", "blob", "tar", "frames", "TOC", "holds", "format", "trust"], rows, right=[1, 2, 3, 4])
     if entries:
         for d in described:
             for row in d.get("entries", ()):
@@ -153,26 +157,34 @@ async def _describe(item: FoundLayer, entries: bool) -> dict[str, Any]:
 
     from weenv.cli.locate import reader
     from weenv.layer.decode import describe
+    from weenv.layer.foreign.entries import make_toc
     from weenv.layer.verify import verify_tail
+    from weenv.plugin.snapshotter.foreign import fetch_toc
 
     loop = asyncio.get_running_loop()
     read_at = reader(item.source, loop)
+    own = (0, b"") if item.foreign is None else await fetch_toc(item.source, item.foreign)
 
     def work() -> dict[str, Any]:
-        claimed = item.promised or describe(read_at, item.source.size, item.digest or "sha256:" + "0" * 64)
-        tail = read_at(claimed.toc_offset, claimed.toc_length)
-        toc = verify_tail(tail, claimed)
+        if item.foreign is not None:
+            toc = make_toc(item.foreign, own[1], own[0])
+            where = {"offset": own[0], "length": len(own[1]), "digest": item.foreign.toc_digest}
+        else:
+            claimed = item.promised or describe(read_at, item.source.size, item.digest or "sha256:" + "0" * 64)
+            toc = verify_tail(read_at(claimed.toc_offset, claimed.toc_length), claimed)
+            where = {"offset": claimed.toc_offset, "length": claimed.toc_length, "digest": claimed.toc_digest}
         kinds = Counter(toc.entries.kind.tolist())
         out: dict[str, Any] = {
             "name": item.name,
             "digest": item.digest,
             "size": item.source.size,
             "lazy": True,
-            "trust": "manifest" if item.promised else "none: the blob's own footer",
+            "format": "weenv" if item.foreign is None else item.foreign.format,
+            "trust": "manifest" if item.promised or item.foreign else "none: the blob's own footer",
             "version": 1,
-            "diffId": toc.diff_id,
+            "diffId": toc.diff_id if item.foreign is None else None,
             "streamSize": toc.stream_size,
-            "toc": {"offset": claimed.toc_offset, "length": claimed.toc_length, "digest": claimed.toc_digest},
+            "toc": where,
             "frames": {"count": len(toc.frames), "target": toc.frame_target, "level": toc.level},
             "counts": {name: kinds.get(number, 0) for number, name in enumerate(_KINDS)},
         }
@@ -183,7 +195,7 @@ async def _describe(item: FoundLayer, entries: bool) -> dict[str, Any]:
     try:
         return await asyncio.to_thread(work)
     except FormatError as error:
-        if item.digest == "" or item.promised is not None:
+        if item.digest == "" or item.promised is not None or item.foreign is not None:
             raise
         return {
             "name": item.name,
@@ -233,6 +245,8 @@ def _counts(counts: dict[str, int]) -> str:
 def verify(what: str, platform: str, as_json: bool, reach: Reach) -> None:
     """Read whole layers and check every link of the chain of trust, and the TOC against the tar itself.
 
+    Of eStargz and zstd:chunked layers the blob, its TOC and every chunk are checked, but not the TOC against the tar.
+
     \b
     Example:
       weenv layer verify registry.example/env:1-lazy
@@ -245,6 +259,8 @@ def verify(what: str, platform: str, as_json: bool, reach: Reach) -> None:
         parts = (render.counted(row["entries"], "entry", "entries"), render.counted(row["frames"], "frame"))
         holds = ", ".join((*parts, render.size(row["size"])))
         click.echo(f"{render.plain(row['name'])}: good; {holds}")
+        if row["format"] != "weenv":
+            click.echo(f"  {row['format']}: whether its TOC says what its tar does is not checked")
         if not row["trusted"]:
             click.echo("  measured against itself only: no manifest says what it should be")
 
@@ -255,20 +271,31 @@ async def _verify(item: FoundLayer, quiet: bool) -> dict[str, Any]:
     from weenv.cli.locate import reader
     from weenv.cli.progress import bar
     from weenv.layer.decode import verify_blob
+    from weenv.layer.foreign.tail import verify_foreign
+    from weenv.plugin.snapshotter.foreign import fetch_toc
 
     read_at = reader(item.source, asyncio.get_running_loop())
+    if item.foreign is not None:
+        offset, data = await fetch_toc(item.source, item.foreign)
+        toc = await asyncio.to_thread(verify_foreign, read_at, item.foreign, data, offset)
+        return _verified(item, item.digest, toc, item.foreign.format)
     with bar(f"verifying {render.short(item.digest) or os.path.basename(item.name)}", quiet=quiet) as show:
         done = await asyncio.to_thread(verify_blob, read_at, item.source.size, descriptor=item.promised, progress=show)
     if item.digest and done.descriptor.digest != item.digest:
         raise VerificationError(f"the blob has digest {done.descriptor.digest}", member=item.name)
+    return _verified(item, done.descriptor.digest, done.toc, "weenv")
+
+
+def _verified(item: FoundLayer, digest: str, toc: Toc, layer_format: str) -> dict[str, Any]:
     return {
         "name": item.name,
-        "digest": done.descriptor.digest,
-        "diffId": done.toc.diff_id,
+        "digest": digest,
+        "format": layer_format,
+        "diffId": toc.diff_id if layer_format == "weenv" else None,
         "size": item.source.size,
-        "entries": len(done.toc.entries),
-        "frames": len(done.toc.frames),
-        "trusted": item.promised is not None,
+        "entries": len(toc.entries),
+        "frames": len(toc.frames),
+        "trusted": item.promised is not None or item.foreign is not None,
     }
 
 
@@ -298,9 +325,15 @@ def mount(what: str, directory: str, platform: str, foreground: bool, reach: Rea
 
     from weenv.cli.locate import reader
     from weenv.layer.decode import describe
+    from weenv.layer.foreign.tail import make_tail
+    from weenv.plugin.snapshotter.foreign import fetch_toc
     from weenv.plugin.snapshotter.single import mount_layer, umount_layer
 
     async def look(item: FoundLayer) -> _Single:
+        if item.foreign is not None:
+            offset, data = await fetch_toc(item.source, item.foreign)
+            _, descriptor, tail = await asyncio.to_thread(make_tail, item.foreign, data, offset)
+            return _Single(descriptor, tail, item)
         read_at = reader(item.source, asyncio.get_running_loop())
 
         def work() -> _Single:
@@ -314,7 +347,8 @@ def mount(what: str, directory: str, platform: str, foreground: bool, reach: Rea
         names = "\n  ".join(item.found.name for item in found)
         raise BadReference(f"{what} is an image of {len(found)} layers; name one of them", hint=names)
     place = os.path.realpath(directory)
-    mount_layer(found[0].descriptor, found[0].tail, found[0].found.origin, place, registry=reach.registry())
+    one = found[0]
+    mount_layer(one.descriptor, one.tail, one.found.origin, place, registry=reach.registry(), foreign=one.found.foreign)
     if not foreground:
         return
     click.echo(f"mounted at {place}; Ctrl-C unmounts it", err=True)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from weenv.core.errors import BadReference, FormatError, NotFoundInSource, SourceError
 from weenv.layer.decode import ReadAt
+from weenv.layer.foreign.formats import ForeignLayer, parse_foreign
 from weenv.layer.verify import LayerDescriptor, is_annotated, parse_annotations
 from weenv.plugin.snapshotter.layerdir import Origin
 from weenv.registry.client import RegistryClient
@@ -32,6 +33,8 @@ class FoundLayer:
     source: BlobSource
     origin: Origin
     promised: LayerDescriptor | None
+    foreign: ForeignLayer | None = None
+    """What a manifest promises of a layer in another format."""
 
 
 async def find_layers(client: RegistryClient, text: str, platform: str = "") -> list[FoundLayer]:
@@ -133,7 +136,11 @@ def _image(parsed: Manifest | Index, text: str) -> Manifest:
 def _found(client: RegistryClient, layer: Descriptor, origin: Origin, text: str) -> FoundLayer:
     promised = parse_annotations(layer.annotations) if is_annotated(layer.annotations) else None
     name = f"{text.partition('@')[0]}@{layer.digest}"
-    return FoundLayer(name, layer.digest, open_source(client, origin, layer.digest, layer.size), origin, promised)
+    source = open_source(client, origin, layer.digest, layer.size)
+    foreign = None
+    if promised is None:
+        foreign = parse_foreign(layer.annotations, layer.digest, layer.size, layer.compression)
+    return FoundLayer(name, layer.digest, source, origin, promised, foreign)
 
 
 def reader(source: BlobSource, loop: asyncio.AbstractEventLoop) -> ReadAt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from typing import Any
 
 import click
@@ -136,6 +137,9 @@ def status(config_path: str, as_json: bool) -> None:
         f"images' snapshots: {node.committed_lazy} lazy, "
         f"{node.committed_ordinary} ordinary ({render.size(node.ordinary_bytes)})"
     )
+    if others := Counter(layer.format for layer in node.layers if layer.format != "weenv"):
+        kinds = ", ".join(f"{count} {name}" for name, count in sorted(others.items()))
+        click.echo(f"in the format of others: {kinds}; each file is verified, the layer as a whole (its diffID) cannot be")
     if node.converted_blobs:
         held = f"{render.counted(node.converted_blobs, 'layer')}, {render.size(node.converted_bytes)}"
         click.echo(f"not in the lazy format, converted on this node: {held}")

@@ -49,6 +49,7 @@ KEYS = {
     "error": "the error's text",
     "expected": "digest that it should have",
     "found": "digest that it has",
+    "format": "`estargz` or `zstd:chunked`",
     "frame": "number of a frame of the layer",
     "frames": "how many frames",
     "group": "reference of a layer group",

@@ -7,9 +7,7 @@ to xattrs, nanoseconds and link counts (see trees.py). The merged roots are comp
 
 from __future__ import annotations
 
-import hashlib
 import os
-import re
 import stat
 import subprocess
 
@@ -20,35 +18,7 @@ from weenv_testkit.containerd import Containerd
 from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.procs import run, unmount_under
 from weenv_testkit.store import Store
-
-
-def chain_id(store: Store, name: str) -> str:
-    """Name of the topmost snapshot of an image."""
-    chain = ""
-    for layer in store.image(name).layers:
-        chain = "sha256:" + hashlib.sha256(f"{chain} {layer.diff_id}".encode()).hexdigest() if chain else layer.diff_id
-    return chain
-
-
-def view(containerd: Containerd, snapshotter: str, chain: str, namespace: str) -> tuple[str, list[str]]:
-    """A view of an image: the mount command that ctr prints, and the layers' directories, the lowest first."""
-    key = containerd.new_id("view")
-    containerd.ctr("snapshots", "--snapshotter", snapshotter, "view", key, chain, namespace=namespace)
-    command = containerd.ctr("snapshots", "--snapshotter", snapshotter, "mounts", "/mnt", key, namespace=namespace)
-    found = re.search(r"lowerdir=([^\s,]+)", command)
-    assert found is not None, command
-    return command, found[1].split(":")[::-1]
-
-
-def unpack_times(tree: dict[bytes, trees.Entry], explicit: set[bytes]) -> set[bytes]:
-    """Names whose mtime is the time of the unpack: directories that no member is, and overlayfs' whiteouts."""
-
-    def made_up(path: bytes, entry: trees.Entry) -> bool:
-        if stat.S_ISDIR(entry.mode):
-            return path not in explicit
-        return stat.S_ISCHR(entry.mode) and entry.rdev == 0
-
-    return {path for path, entry in tree.items() if made_up(path, entry)}
+from weenv_testkit.views import chain_of, unpack_times, view
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +26,7 @@ def views(plain: Containerd, module_node: Node, store: Store) -> tuple[list[str]
     """Directories of containerd's unpack, and of ours, the lowest layer first."""
     plain.pull(store.plain("corpus"), snapshotter="overlayfs")
     namespace = module_node.pull(store.lazy("corpus"))
-    chain = chain_id(store, "corpus")
+    chain = chain_of(layer.diff_id for layer in store.image("corpus").layers)
     theirs = view(plain, "overlayfs", chain, "default")[1]
     ours = view(module_node.containerd, SNAPSHOTTER, chain, namespace)[1]
     assert len(theirs) == len(ours) == len(store.tars("corpus"))

@@ -13,6 +13,7 @@ from weenv.core.digest import is_digest
 from weenv.core.errors import FormatError, LimitError
 from weenv.layer.columns import AnyColumn
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
+from weenv.layer.pieces import check_pieces
 from weenv.layer.toc import (
     BLOCK,
     CHAR,
@@ -58,7 +59,9 @@ def check_frames(frames: Frames, stream_size: int, limits: Limits = DEFAULT_LIMI
             raise FormatError("a frame is empty", member=_WHAT)
         if int(frames.content_sizes.max()) > limits.max_frame_content:
             raise LimitError(f"a frame of {int(frames.content_sizes.max())} bytes", member=_WHAT)
-        if (frames.compressed_sizes > _overhead(frames.content_sizes.astype(np.uint64))).any():
+        if frames.pieces is not None:
+            check_pieces(frames, frames.pieces, limits)
+        elif (frames.compressed_sizes > _overhead(frames.content_sizes.astype(np.uint64))).any():
             raise FormatError("a frame is larger compressed than zstd makes any", member=_WHAT)
     if int(frames.content_offsets[-1]) != stream_size:
         raise FormatError(

@@ -39,6 +39,7 @@ from weenv.layer import columns, zframe
 from weenv.layer.check import check_frames, check_toc
 from weenv.layer.columns import ENTRY_COLUMNS, FRAME_COLUMNS, AnyColumn
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
+from weenv.layer.pieces import Pieces
 from weenv.layer.toc import (
     FILE,
     FLAG_SPARSE,
@@ -248,7 +249,7 @@ def _split(payload: Buffer, limits: Limits) -> tuple[memoryview, memoryview]:
     return view[8:end], view[end:]
 
 
-def _decode_head(part: memoryview, limits: Limits) -> tuple[_Header, Frames]:
+def _decode_head(part: memoryview, limits: Limits, pieces: Pieces | None = None) -> tuple[_Header, Frames]:
     """The header and the frame table, from the first compressed part."""
     size = zframe.content_size(part, _WHAT)
     if size > limits.max_toc_header + 64 + 40 * limits.max_frames or size > limits.max_toc_content:
@@ -267,7 +268,7 @@ def _decode_head(part: memoryview, limits: Limits) -> tuple[_Header, Frames]:
     if header.tree_offset != size:
         raise FormatError(f"its frame table is {size} bytes long, its header says {header.tree_offset}", member=_WHAT)
     compressed, content, digests = _decode_columns(header, head, 0, len(FRAME_COLUMNS), 0)
-    return header, Frames(compressed, content, digests.reshape(-1, 32))
+    return header, Frames(compressed, content, digests.reshape(-1, 32), pieces)
 
 
 def _decode_columns(header: _Header, data: bytes, low: int, high: int, base: int) -> list[AnyColumn]:
@@ -286,20 +287,22 @@ def content_size(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> int:
     return sum(zframe.content_size(part, _WHAT) for part in _split(payload, limits))
 
 
-def decode_frames(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> tuple[Frames, int, str]:
+def decode_frames(
+    payload: Buffer, limits: Limits = DEFAULT_LIMITS, pieces: Pieces | None = None
+) -> tuple[Frames, int, str]:
     """The frame table, the stream's size and its diffID, from a TOC frame's payload; the tree is not looked at.
 
     The caller has verified the payload's digest. Raises :class:`FormatError`.
     """
-    header, frames = _decode_head(_split(payload, limits)[0], limits)
+    header, frames = _decode_head(_split(payload, limits)[0], limits, pieces)
     check_frames(frames, header.stream_size, limits)
     return frames, header.stream_size, header.diff_id
 
 
-def decode_toc(payload: Buffer, limits: Limits = DEFAULT_LIMITS) -> Toc:
+def decode_toc(payload: Buffer, limits: Limits = DEFAULT_LIMITS, pieces: Pieces | None = None) -> Toc:
     """Decode and check a TOC frame's payload, whose digest the caller has verified. Raises :class:`FormatError`."""
     first, second = _split(payload, limits)
-    header, frames = _decode_head(first, limits)
+    header, frames = _decode_head(first, limits, pieces)
     tree = zframe.decompress(second, header.end - header.tree_offset, _WHAT)
     known = len(FRAME_COLUMNS)
     (

@@ -54,7 +54,7 @@ def find_tail(read_at: ReadAt, size: int, limits: Limits = DEFAULT_LIMITS) -> tu
     while True:
         found = tails.locate_tail(read_at(size - wanted, wanted), size, limits)
         if isinstance(found, tails.TailRange):
-            return found.offset, _exactly(read_at, found.offset, found.length)
+            return found.offset, exactly(read_at, found.offset, found.length)
         if found <= wanted:
             raise FormatError("the blob changed while it was read", member="seek table")
         wanted = found
@@ -66,7 +66,8 @@ def describe(read_at: ReadAt, size: int, digest: str, limits: Limits = DEFAULT_L
     return LayerDescriptor(digest, size, offset, len(tail), "sha256:" + hashlib.sha256(tail).hexdigest())
 
 
-def _exactly(read_at: ReadAt, offset: int, length: int) -> bytes:
+def exactly(read_at: ReadAt, offset: int, length: int) -> bytes:
+    """``length`` bytes from ``offset``. Raises :class:`VerificationError` where the blob ends before."""
     data = read_at(offset, length)
     if len(data) != length:
         raise VerificationError(f"the blob ends at {offset + len(data)}, within what should be at {offset}")
@@ -91,7 +92,7 @@ class LayerReader:
         content = self._recent.pop(number, None)
         if content is None:
             offset = int(self._frames.compressed_offsets[number])
-            compressed = _exactly(self._read_at, offset, int(self._frames.compressed_sizes[number]))
+            compressed = exactly(self._read_at, offset, int(self._frames.compressed_sizes[number]))
             content = verify_frame(self._frames, number, compressed)
             while len(self._recent) >= self._keep:
                 self._recent.popitem(last=False)
@@ -115,7 +116,7 @@ class LayerReader:
 
 def open_blob(read_at: ReadAt, descriptor: LayerDescriptor, limits: Limits = DEFAULT_LIMITS) -> tuple[Toc, LayerReader]:
     """The verified TOC of a blob and a reader of its stream. Raises :class:`FormatError`."""
-    toc = verify_tail(_exactly(read_at, descriptor.toc_offset, descriptor.toc_length), descriptor, limits)
+    toc = verify_tail(exactly(read_at, descriptor.toc_offset, descriptor.toc_length), descriptor, limits)
     return toc, LayerReader(read_at, toc.frames)
 
 
@@ -145,7 +146,7 @@ def verify_blob(
     if descriptor is not None and descriptor.size != size:
         raise VerificationError(f"the blob has {size} bytes, expected {descriptor.size}", member=descriptor.digest)
     claimed = descriptor or describe(read_at, size, "sha256:" + "0" * 64, limits)
-    tail = _exactly(read_at, claimed.toc_offset, claimed.toc_length)
+    tail = exactly(read_at, claimed.toc_offset, claimed.toc_length)
     toc = verify_tail(tail, claimed, limits)
     frames = toc.frames
     tree = TreeBuilder(limits)
@@ -167,7 +168,7 @@ def verify_blob(
         try:
             for first, last in _batches(frames):
                 begin, end = int(frames.compressed_offsets[first]), int(frames.compressed_offsets[last])
-                data = _exactly(read_at, begin, end - begin)
+                data = exactly(read_at, begin, end - begin)
                 blob.update(data)
                 jobs.append((pool.submit(_verify_frames, frames, first, last, data), end))
                 while len(jobs) > workers + 1:

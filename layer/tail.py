@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from weenv.core.errors import FormatError, LimitError
-from weenv.layer import codec, seekable
+from weenv.layer import codec, pieces, seekable
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
 from weenv.layer.toc import Frames, Toc
 from weenv.layer.zframe import SKIPPABLE_HEADER, Buffer, skippable, skippable_header
@@ -32,12 +32,17 @@ class TailRange:
 
 
 def build_tail(toc: Toc, limits: Limits = DEFAULT_LIMITS) -> bytes:
-    """TOC frame and seek table for a blob whose zstd frames are ``toc.frames``. Raises :class:`FormatError`."""
+    """TOC frame and seek table for a blob whose zstd frames are ``toc.frames``; before them the pieces, if it has any.
+
+    Raises :class:`FormatError`.
+    """
     frame = skippable(TOC_FRAME_MAGIC, codec.encode_toc(toc, limits))
     frames = toc.frames
     compressed = np.append(frames.compressed_sizes, np.uint32(len(frame)))
     content = np.append(frames.content_sizes, np.uint32(0))
     tail = frame + seekable.build(compressed, content)
+    if frames.pieces is not None:
+        tail = pieces.encode(frames.pieces) + tail
     if len(tail) > limits.max_toc_compressed:
         raise LimitError(f"a TOC of {len(tail)} bytes, more than any reader takes", member="TOC")
     return tail
@@ -71,18 +76,28 @@ def locate_tail(last: Buffer, size: int, limits: Limits = DEFAULT_LIMITS) -> Tai
     return TailRange(offset, toc_length + length)
 
 
-def _split(tail: Buffer, limits: Limits) -> tuple[memoryview, memoryview]:
-    """The TOC frame's payload and the seek table frame."""
+def _split(tail: Buffer, limits: Limits, *, foreign: bool | None = None) -> tuple[memoryview, memoryview, memoryview | None]:
+    """The payload of the TOC frame, the seek table frame, and the payload of the table of pieces.
+
+    The last there has to be where ``foreign``, and must not be where it is False: a blob has no say in how it is verified.
+    """
     view = memoryview(tail)
     if len(view) > limits.max_toc_compressed:
         raise LimitError(f"a tail of {len(view)} bytes", member="TOC")
     magic, size = skippable_header(view, "TOC")
+    table = None
+    if magic == pieces.PIECES_FRAME_MAGIC and foreign is not False:
+        end = SKIPPABLE_HEADER + size
+        table, view = view[SKIPPABLE_HEADER:end], view[end:]
+        magic, size = skippable_header(view, "TOC")
+    if foreign and table is None:
+        raise FormatError("no table of pieces", member="TOC")
     if magic != TOC_FRAME_MAGIC:
         raise FormatError("the tail does not begin with a TOC frame", member="TOC")
     end = SKIPPABLE_HEADER + size
     if end + SKIPPABLE_HEADER + seekable.FOOTER_SIZE > len(view):
         raise FormatError("the tail is truncated", member="TOC")
-    return view[SKIPPABLE_HEADER:end], view[end:]
+    return view[SKIPPABLE_HEADER:end], view[end:], table
 
 
 def _check(frames: Frames, payload: memoryview, table: memoryview, layer_size: int, toc_offset: int, tail_size: int) -> None:
@@ -106,21 +121,25 @@ def _check(frames: Frames, payload: memoryview, table: memoryview, layer_size: i
         raise FormatError("the seek table contradicts the TOC", member="seek table")
 
 
-def parse_tail(tail: Buffer, *, layer_size: int, toc_offset: int, limits: Limits = DEFAULT_LIMITS) -> Toc:
+def parse_tail(
+    tail: Buffer, *, layer_size: int, toc_offset: int, limits: Limits = DEFAULT_LIMITS, foreign: bool = False
+) -> Toc:
     """The TOC of a tail, checked in every respect that needs no other bytes of the blob.
 
     ``layer_size`` is the blob's size and ``toc_offset`` where the tail begins in it. The caller has verified the tail's
-    digest (:func:`weenv.layer.verify.verify_tail` does both). Raises :class:`FormatError`.
+    digest (:func:`weenv.layer.verify.verify_tail` does both). ``foreign``: the tail was made on this node by
+    :func:`build_tail` for a blob in another format. Raises :class:`FormatError`.
     """
-    payload, table = _split(tail, limits)
-    toc = codec.decode_toc(payload, limits)
+    payload, table, extra = _split(tail, limits, foreign=foreign)
+    toc = codec.decode_toc(payload, limits, None if extra is None else pieces.decode(extra, limits))
     _check(toc.frames, payload, table, layer_size, toc_offset, len(tail))
     return toc
 
 
 def content_size(tail: Buffer, limits: Limits = DEFAULT_LIMITS) -> int:
     """How large the TOC in ``tail`` is once decompressed, bytes; nothing is decompressed. Raises :class:`FormatError`."""
-    return codec.content_size(_split(tail, limits)[0], limits)
+    payload, _, extra = _split(tail, limits)
+    return codec.content_size(payload, limits) + (0 if extra is None else pieces.content_size(extra))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -132,12 +151,15 @@ class FrameIndex:
     diff_id: str
 
 
-def decode_frames(tail: Buffer, *, layer_size: int, toc_offset: int, limits: Limits = DEFAULT_LIMITS) -> FrameIndex:
+def decode_frames(
+    tail: Buffer, *, layer_size: int, toc_offset: int, limits: Limits = DEFAULT_LIMITS, foreign: bool = False
+) -> FrameIndex:
     """The frames of a tail, without looking at its tree: 56 bytes a frame are kept. Raises :class:`FormatError`.
 
     As for :func:`parse_tail`, the caller has verified the digest.
     """
-    payload, table = _split(tail, limits)
-    frames, stream_size, diff_id = codec.decode_frames(payload, limits)
+    payload, table, extra = _split(tail, limits, foreign=foreign)
+    found = None if extra is None else pieces.decode(extra, limits)
+    frames, stream_size, diff_id = codec.decode_frames(payload, limits, found)
     _check(frames, payload, table, layer_size, toc_offset, len(tail))
     return FrameIndex(frames, stream_size, diff_id)

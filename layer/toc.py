@@ -12,9 +12,13 @@ from __future__ import annotations
 from bisect import bisect_left
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from weenv.layer.pieces import Pieces
 
 U8 = NDArray[np.uint8]
 U16 = NDArray[np.uint16]
@@ -51,11 +55,15 @@ class Frames:
 
     ``compressed_sizes`` and ``content_sizes`` are u32[n], bytes; ``digests`` is u8[n, 32], sha256 of the compressed
     bytes. Frames follow each other without gaps, from offset 0 of the blob and of the stream.
+
+    ``pieces`` is None but for blobs in somebody else's format (:mod:`weenv.layer.pieces`), whose frames have the digests there,
+    and zeros here.
     """
 
     compressed_sizes: U32
     content_sizes: U32
     digests: U8
+    pieces: Pieces | None = None
     compressed_offsets: U64 = field(init=False)
     content_offsets: U64 = field(init=False)
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from weenv.core import digest as digests
 from weenv.core.errors import FormatError, LimitError, VerificationError
+from weenv.layer import pieces, zframe
 from weenv.layer import tail as tails
-from weenv.layer import zframe
 from weenv.layer.limits import DEFAULT_LIMITS, Limits
 from weenv.layer.toc import Frames, Toc
 from weenv.layer.zframe import Buffer
@@ -53,6 +53,9 @@ class LayerDescriptor:
     toc_length: int
     toc_digest: str
     source: tuple[str, str] | None = None
+    foreign: bool = False
+    """True where the tail was made on this node from the TOC of a blob in somebody else's format: then it is in no blob, and
+    ``size`` is where it would end behind the blob's last frame."""
 
     def annotations(self) -> dict[str, str]:
         """The annotations that say so; :func:`parse_annotations` is the inverse."""
@@ -135,13 +138,17 @@ def verify_tail_bytes(tail: Buffer, descriptor: LayerDescriptor) -> None:
 def verify_tail(tail: Buffer, descriptor: LayerDescriptor, limits: Limits = DEFAULT_LIMITS) -> Toc:
     """The TOC of a tail: digest first, then :func:`weenv.layer.tail.parse_tail`. Raises :class:`FormatError`."""
     verify_tail_bytes(tail, descriptor)
-    return tails.parse_tail(tail, layer_size=descriptor.size, toc_offset=descriptor.toc_offset, limits=limits)
+    return tails.parse_tail(
+        tail, layer_size=descriptor.size, toc_offset=descriptor.toc_offset, limits=limits, foreign=descriptor.foreign
+    )
 
 
 def verify_frames(tail: Buffer, descriptor: LayerDescriptor, limits: Limits = DEFAULT_LIMITS) -> tails.FrameIndex:
     """As :func:`verify_tail`, but the frames only: what serving a layer's bytes needs."""
     verify_tail_bytes(tail, descriptor)
-    return tails.decode_frames(tail, layer_size=descriptor.size, toc_offset=descriptor.toc_offset, limits=limits)
+    return tails.decode_frames(
+        tail, layer_size=descriptor.size, toc_offset=descriptor.toc_offset, limits=limits, foreign=descriptor.foreign
+    )
 
 
 def verify_frame(frames: Frames, number: int, compressed: Buffer) -> bytes:
@@ -150,6 +157,8 @@ def verify_frame(frames: Frames, number: int, compressed: Buffer) -> bytes:
     ``frames`` has been checked, so a frame's size is bounded. Safe to call from several threads, which then run side by
     side. Raises :class:`VerificationError` for wrong bytes, :class:`FormatError` where the right ones are no such frame.
     """
+    if frames.pieces is not None:
+        return pieces.verify_frame(frames, frames.pieces, number, compressed)
     expected = int(frames.compressed_sizes[number])
     if len(compressed) != expected:
         raise VerificationError(f"has {len(compressed)} bytes, expected {expected}", member=f"frame {number}")

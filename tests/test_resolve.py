@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import tarfile
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,8 +23,9 @@ from weenv.core.aio import Background
 from weenv.core.errors import MountError, SnapshotExists
 from weenv.core.log import JsonFormatter
 from weenv.layer.encode import encode_layer
+from weenv.layer.foreign.formats import ForeignLayer
 from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF, Kind
-from weenv.plugin.snapshotter import resolve
+from weenv.plugin.snapshotter import builder, resolve
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.layers import Layers
@@ -36,6 +37,7 @@ from weenv.plugin.snapshotter.service import Snapshotter
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.trusted import add_hosts
+from weenv_testkit.foreign import Blob, estargz, zstd_chunked
 from weenv_testkit.images import Member, write_tar
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -64,6 +66,12 @@ class Node:
         return {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total")}
 
 
+async def translate(directory: str, layer: ForeignLayer, offset: int, content: int) -> float:
+    """What Builder.translate does, without a process."""
+    await asyncio.to_thread(builder.translate, directory, layer, offset)
+    return 0.0
+
+
 @contextlib.asynccontextmanager
 async def node(
     root: str, registry: SimulatedRegistry, *, allow: Sequence[str] = (), **settings: Any
@@ -77,7 +85,7 @@ async def node(
         plane = TreePlane(dirs)
         layers = Layers(root, store, dirs, plane, metrics, grace=config.layer_grace)
         layers.recover()
-        resolver = Resolver(config, layers, client, metrics, background)
+        resolver = Resolver(config, layers, client, metrics, background, translate)
         core = Snapshotter(root, store, Lazy(layers, resolver))
         core.recover()
         containerd = Containerd(Direct(core))
@@ -102,6 +110,7 @@ class Images:
         self.registry = registry
         self.scratch = scratch
         self.blobs: dict[str, bytes] = {}
+        self.types: dict[str, str] = {}
 
     def layer(self, *members: Member, plain: bool = False) -> Layer:
         """One layer; ``plain`` ones are not in the format."""
@@ -117,12 +126,23 @@ class Images:
         self.blobs[digest] = data
         return Layer(digest, encoded.diff_id, {} if plain else encoded.descriptor().annotations())
 
+    def foreign(self, make: Callable[[bytes], Blob], *members: Member) -> Layer:
+        """One layer in the format of others, whose annotations clients do not forward, or not all."""
+        path = os.path.join(self.scratch, f"l{len(self.blobs)}.tar")
+        write_tar(path, members)
+        with open(path, "rb") as source:
+            blob = make(source.read())
+        digest = self.registry.add_blob(blob.data)
+        self.blobs[digest] = blob.data
+        self.types[digest] = f"application/vnd.oci.image.layer.v1.tar+{blob.compression}"
+        return Layer(digest, blob.diff_id, blob.annotations)
+
     def image(self, layers: Sequence[Layer], *, cri: bool = True, name: str = REPOSITORY) -> PulledImage:
         """The image of these layers."""
         config = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": digests.sha256(b"{}"), "size": 2}
         rows = [
             {
-                "mediaType": LAYER,
+                "mediaType": self.types.get(layer.digest, LAYER),
                 "digest": layer.digest,
                 "size": len(self.blobs[layer.digest]),
                 "annotations": dict(layer.annotations),
@@ -604,3 +624,124 @@ async def test_large_tails_are_held_one_at_a_time(
     async with node(root, registry) as n:
         assert await n.containerd.namespace("default").pull(images.image([images.file(name) for name in "abcdef"])) == []
     assert most == together
+
+
+async def test_layers_that_others_made_lazy(
+    root: str, registry: SimulatedRegistry, images: Images, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Both formats and our own in one image, up to the first layer that is in none."""
+    layers = [
+        images.foreign(zstd_chunked, Member("a", b"a" * 3000)),
+        images.foreign(estargz, Member("b", b"b" * 3000), Member(".no.prefetch.landmark", b"\x0f")),
+        images.file("c"),
+        images.foreign(zstd_chunked, Member(".wh.a")),
+        images.file("d", plain=True),
+        images.foreign(estargz, Member("e")),
+    ]
+    image = images.image(layers)
+    async with node(root, registry) as n:
+        ns = n.containerd.namespace("default")
+        assert await ns.pull(image) == [layer.digest for layer in layers[4:]]
+        paths = lowers_of(await ns.run("c", image.chain()[3]))
+        assert [sorted(os.listdir(path)) for path in paths] == [["a"], ["c"], ["b"], ["a"]]
+        assert n.fallbacks() == {"not-converted": 1}
+        assert registry.count("registry", part="/manifests/") == 1
+        assert registry.count("registry", part="/blobs/") == 4
+        stored = n.dirs.source(layers[1].digest).foreign
+        assert stored is not None and (stored.format, stored.digest) == ("estargz", layers[1].digest)
+        assert [name for name in os.listdir(n.dirs.root) if name.startswith(".new-")] == []
+        again = LayerDirs(root).source(layers[0].digest)
+        assert again.foreign is not None and again.descriptor().size != again.size == len(images.blobs[layers[0].digest])
+    assert [record.levelname for record in caplog.records if record.levelname != "INFO"] == ["WARNING"]
+
+
+async def test_a_toc_that_is_longer_than_was_guessed(root: str, registry: SimulatedRegistry, images: Images) -> None:
+    layer = images.foreign(estargz, *(Member(f"d/{n:05}-{digests.sha256(b'%d' % n)}") for n in range(2000)))
+    async with node(root, registry) as n:
+        assert await n.containerd.namespace("default").pull(images.image([layer])) == []
+        assert registry.count("registry", part="/blobs/") == 2
+
+
+async def test_the_formats_of_others_can_be_turned_off(root: str, registry: SimulatedRegistry, images: Images) -> None:
+    layer = images.foreign(zstd_chunked, Member("a"))
+    async with node(root, registry, foreign=False) as n:
+        assert await n.containerd.namespace("default").pull(images.image([layer])) == [layer.digest]
+        assert registry.count("registry") == 0 and n.fallbacks() == {"not-converted": 1}
+
+
+async def test_a_client_that_does_not_name_the_image(root: str, registry: SimulatedRegistry, images: Images) -> None:
+    layer = images.foreign(estargz, Member("a"))
+    async with node(root, registry) as n:
+        assert await n.containerd.namespace("default").pull(images.image([layer], cri=False)) == [layer.digest]
+        assert registry.count("registry") == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "reason"),
+    [
+        ("digest", "bad-tail"), ("annotation", "bad-labels"), ("blob", "bad-toc"), ("names", "unsupported"),
+        ("gone", "not-found"),
+    ],
+)  # fmt: skip
+async def test_foreign_layers_that_are_bad(
+    root: str, registry: SimulatedRegistry, images: Images, what: str, reason: str
+) -> None:
+    """They are unpacked by containerd, and the layers above them; nothing of them is left."""
+    lost = lambda entries: entries.append({"type": "reg", "name": "\ufffd"})  # noqa: E731
+    make: Callable[[bytes], Blob] = (lambda tar: zstd_chunked(tar, edit=lost)) if what == "names" else zstd_chunked
+    if what == "blob":
+        make = estargz
+    layer = images.foreign(make, Member("a", b"a" * 5000))
+    annotations = dict(layer.annotations)
+    checksum = next((key for key in annotations if key.endswith("checksum")), "")
+    if what == "digest":
+        annotations[checksum] = digests.sha256(b"other")
+    elif what == "annotation":
+        annotations[checksum] = "nonsense"
+    elif what == "blob":
+        data = images.blobs[layer.digest][:-1] + b"!"  # the footer is no footer
+        data = data.replace(b"STARGZ", b"STARGX")
+        layer = replace(layer, digest=registry.add_blob(data))
+        images.blobs[layer.digest], images.types[layer.digest] = data, "application/vnd.oci.image.layer.v1.tar+gzip"
+    elif what == "gone":
+        del registry.blobs[layer.digest]
+    layer = replace(layer, annotations=annotations)
+    image = images.image([images.file("low"), layer, images.file("up")])
+    async with node(root, registry) as n:
+        assert await n.containerd.namespace("default").pull(image) == [row.digest for row in image.layers[1:]]
+        assert n.fallbacks() == {reason: 1}
+        assert layer.digest not in n.dirs.known()
+        assert [name for name in os.listdir(n.dirs.root) if name.startswith(".new-")] == []
+
+
+async def test_a_foreign_toc_that_comes_wrong_is_fetched_again(root: str, registry: SimulatedRegistry, images: Images) -> None:
+    layer = images.foreign(zstd_chunked, Member("a"))
+    registry.script.append(wrong_bytes)
+    async with node(root, registry) as n:
+        assert await n.containerd.namespace("default").pull(images.image([layer])) == []
+        assert registry.count("registry", part="/blobs/") == 2
+
+
+async def test_one_blob_under_two_formats_is_refused(root: str, registry: SimulatedRegistry, images: Images) -> None:
+    """Who came first has fixed how a digest is read; an annotation of another image does not change it."""
+    layer = images.foreign(zstd_chunked, Member("a", b"a" * 3000))
+    forged = replace(layer, annotations=images.foreign(zstd_chunked, Member("b", b"b")).annotations)
+    async with node(root, registry) as n:
+        first, second = n.containerd.namespace("one"), n.containerd.namespace("two")
+        assert await first.pull(images.image([layer])) == []
+        other = replace(forged, diff_id=digests.sha256(b"x"))
+        assert await second.pull(images.image([other], name="team/other")) == [layer.digest]
+        assert n.fallbacks() == {"bad-tail": 1}
+
+
+async def test_a_manifest_that_cannot_be_had_is_asked_for_once(
+    root: str, registry: SimulatedRegistry, images: Images, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An ordinary image of a registry that does not let us in costs one request, not one for each of its layers."""
+    image = images.image([images.file(name, plain=True) for name in "abcd"])
+    registry.manifests.clear()
+    async with node(root, registry) as n:
+        assert len(await n.containerd.namespace("default").pull(image)) == 4
+        assert registry.count("registry", part="/manifests/") == 1
+        assert n.fallbacks() == {"not-converted": 1}
+    assert len([record for record in caplog.records if record.levelname == "WARNING"]) == 1

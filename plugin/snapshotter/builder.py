@@ -9,7 +9,8 @@ All that run at once share one budget of memory. A job's share is judged by the 
 of the child's address space: who needs more is tried once more with the whole budget, alone. What does not fit waits.
 
 Protocol on the nursery's stdin and stdout: one JSON object a line. Request: ``id``, ``directory`` (a layer directory),
-``variant``, ``attributes`` (text, see planes/base.py), ``memory`` (bytes). Answer: ``id`` and either ``seconds`` or
+``variant``, ``attributes`` (text, see planes/base.py), ``memory`` (bytes); or ``directory``, ``foreign``, ``offset`` and
+``memory``: a TOC in another format is to be made into ours. Answer: ``id`` and either ``seconds`` or
 ``error``, ``message``, ``hint``; error ``MemoryError``: more memory is needed. The end of stdin ends it.
 """
 
@@ -26,9 +27,13 @@ import selectors
 import signal
 import sys
 import time
-from typing import Any
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from weenv.core import errors
+
+if TYPE_CHECKING:
+    from weenv.layer.foreign.formats import ForeignLayer
 
 log = logging.getLogger(__name__)
 
@@ -67,7 +72,8 @@ def build(directory: str, variant: str, attributes: str) -> None:
     with open(os.path.join(directory, "toc"), "rb") as file:
         tail = file.read(source.toc_length + 1)
     digests.verify(tail, source.toc_digest, f"the stored tail of {source.digest}")
-    toc = parse_tail(tail, layer_size=source.size, toc_offset=source.toc_offset)
+    descriptor = source.descriptor()
+    toc = parse_tail(tail, layer_size=descriptor.size, toc_offset=descriptor.toc_offset, foreign=descriptor.foreign)
     positions: dict[int, int] = {}
     image = erofs.build(toc, implied=decode_attributes(attributes), positions=positions)
     if not variant:
@@ -77,10 +83,31 @@ def build(directory: str, variant: str, attributes: str) -> None:
     write_atomic(os.path.join(directory, meta_name(variant)), image, durable=False)
 
 
+def translate(directory: str, layer: ForeignLayer, offset: int) -> None:
+    """Make ``directory/toc``, a tail of ours, of ``directory/foreign``, the TOC of a layer in another format, at ``offset``.
+
+    ``directory/where`` then says where the tail would begin in the blob. Raises FormatError (VerificationError where it is not
+    the TOC that ``layer`` promises), OSError.
+    """
+    from weenv.core.atomic import write_atomic
+    from weenv.layer.foreign.tail import make_tail
+
+    with open(os.path.join(directory, "foreign"), "rb") as file:
+        data = file.read()
+    _, descriptor, tail = make_tail(layer, data, offset)
+    write_atomic(os.path.join(directory, "toc"), tail, durable=False)
+    write_atomic(os.path.join(directory, "where"), b"%d" % descriptor.toc_offset, durable=False)
+
+
 def _job(request: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
     try:
-        build(str(request["directory"]), str(request["variant"]), str(request["attributes"]))
+        if "foreign" in request:
+            from weenv.layer.foreign.formats import ForeignLayer
+
+            translate(str(request["directory"]), ForeignLayer(**request["foreign"]), int(request["offset"]))
+        else:
+            build(str(request["directory"]), str(request["variant"]), str(request["attributes"]))
     except errors.WeenvError as error:
         return {"error": type(error).__name__, "message": error.message, "hint": error.hint}
     except OSError as error:
@@ -95,6 +122,7 @@ def _job(request: dict[str, Any]) -> dict[str, Any]:
 def nursery() -> None:
     """The nursery's main loop."""
     import weenv.layer.erofs
+    import weenv.layer.foreign.tail
     import weenv.layer.tail
     import weenv.plugin.snapshotter.layerdir
     import weenv.plugin.snapshotter.planes.base  # noqa: F401 (imported for the children)
@@ -253,9 +281,17 @@ class Builder:
 
     async def build(self, directory: str, variant: str, attributes: str) -> float:
         """Build one image; returns the seconds it took in the child. Raises what the child raised."""
-        whole = self._budget.total
-        share = min(await asyncio.to_thread(expected_memory, directory), whole)
         request = {"directory": directory, "variant": variant, "attributes": attributes}
+        return await self._in_budget(request, await asyncio.to_thread(expected_memory, directory))
+
+    async def translate(self, directory: str, layer: ForeignLayer, offset: int, content: int) -> float:
+        """:func:`translate` in a child; ``content`` is about how many bytes the TOC has decompressed. Raises what it raised."""
+        request = {"directory": directory, "foreign": asdict(layer), "offset": offset}
+        return await self._in_budget(request, _SHARE + _PER_BYTE * content)
+
+    async def _in_budget(self, request: dict[str, Any], expected: int) -> float:
+        whole = self._budget.total
+        share = min(expected, whole)
         try:
             return await self._start_job(request, share)
         except _MoreMemory:

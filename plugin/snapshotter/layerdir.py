@@ -3,7 +3,8 @@
 ::
 
     <root>/layers/sha256/<64 hex digits of the layer digest>/
-        toc            the blob's tail, byte for byte (TOC frame and seek table); verified before it is written
+        toc            the blob's tail, byte for byte (TOC frame and seek table); verified before it is written. Of a layer
+                       in another format (layer/foreign/) a tail that was made on this node from the blob's own TOC
         toc.damaged    a toc that blobfs found damaged and replaced, for whoever wants to look at it
         source.json    what the blob is and where its bytes come from (:class:`LayerSource`)
         facts.json     diffID and implied directories, from ``toc`` (planes/base.py)
@@ -25,12 +26,14 @@ import json
 import os
 import secrets
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from weenv.core import digest as digests
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import BadReference, FormatError
+from weenv.layer.foreign.formats import ForeignLayer
+from weenv.layer.verify import LayerDescriptor
 
 EVICT = "evict"
 """A complete layer that has this file in its directory is mounted over blobfs all the same."""
@@ -57,7 +60,9 @@ class Origin:
 class LayerSource:
     """A layer blob's descriptor, its tail, and its origins in the order to try them.
 
-    ``toc_offset`` and ``toc_length`` delimit the tail within the blob (bytes); ``toc_digest`` is the sha256 of it.
+    ``toc_offset`` and ``toc_length`` delimit the tail within the blob (bytes); ``toc_digest`` is the sha256 of it. Of a
+    layer in another format, ``foreign`` is what its manifest says and where its own TOC lies; the tail is then the one that was
+    made from that, and is in no blob: it would begin where the range of the last frame ends, at ``toc_offset``.
     """
 
     digest: str
@@ -66,10 +71,21 @@ class LayerSource:
     toc_length: int
     toc_digest: str
     origins: list[Origin] = field(default_factory=list)
+    foreign: ForeignLayer | None = None
+
+    def descriptor(self) -> LayerDescriptor:
+        """What the stored tail is verified with."""
+        size = self.size if self.foreign is None else self.toc_offset + self.toc_length
+        return LayerDescriptor(
+            self.digest, size, self.toc_offset, self.toc_length, self.toc_digest, foreign=self.foreign is not None
+        )
 
     def to_json(self) -> bytes:
         """The content of ``source.json``."""
-        return json.dumps({"version": 1, **asdict(self)}, sort_keys=True, indent=1).encode()
+        raw = {"version": 1, **asdict(self)}
+        if self.foreign is None:
+            del raw["foreign"]
+        return json.dumps(raw, sort_keys=True, indent=1).encode()
 
     @classmethod
     def from_json(cls, data: bytes) -> LayerSource:
@@ -79,11 +95,20 @@ class LayerSource:
             if raw.pop("version") != 1:
                 raise ValueError("unknown version")
             origins = [Origin(**item) for item in raw.pop("origins")]
-            source = cls(origins=origins, **raw)
+            foreign = raw.pop("foreign", None)
+            source = cls(origins=origins, foreign=None if foreign is None else ForeignLayer(**foreign), **raw)
             digests.check_digest(source.digest)
             digests.check_digest(source.toc_digest)
             sizes = source.size, source.toc_offset, source.toc_length
-            if any(type(size) is not int or size < 0 for size in sizes) or sum(sizes[1:]) != source.size:
+            if any(type(size) is not int or size < 0 for size in sizes):
+                raise ValueError("sizes that are none")
+            if source.foreign is None:
+                fits = sum(sizes[1:]) == source.size
+            else:
+                source.foreign.check()
+                fits = (source.foreign.digest, source.foreign.size) == (source.digest, source.size)
+                fits = fits and source.toc_offset <= source.size
+            if not fits:
                 raise ValueError("sizes that do not fit each other")
             if any(type(text) is not str or "\0" in text for origin in source.origins for text in asdict(origin).values()):
                 raise ValueError("an origin that is no text")
@@ -152,10 +177,7 @@ class LayerDirs:
         source = self.source(digest)
         fresh = [origin for origin in origins if origin not in source.origins]
         if fresh:
-            merged = LayerSource(
-                source.digest, source.size, source.toc_offset, source.toc_length, source.toc_digest,
-                [*fresh, *source.origins][:16],
-            )  # fmt: skip
+            merged = replace(source, origins=[*fresh, *source.origins][:16])
             write_atomic(self.file(digest, "source.json"), merged.to_json(), durable=False)
 
     def discard(self, digest: str) -> str | None:

@@ -102,4 +102,4 @@ async def open_layers(
         layers.recover()
         background.spawn(layers.tend(config.complete_check), "tend layers")
         stack.push_async_callback(background.close)  # before what its tasks use is closed
-        yield Lazy(layers, Resolver(config, layers, client, metrics, background))
+        yield Lazy(layers, Resolver(config, layers, client, metrics, background, builder.translate))

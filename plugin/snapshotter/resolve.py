@@ -5,6 +5,9 @@ where the client sends them, the image's name and the manifest's digest. The fir
 and starts on *all* of its layers side by side, because containerd asks for them one after the other. Tails are read with
 one ranged request each, checked, stored; the metadata is built and mounted.
 
+A layer in the format of somebody else, eStargz or zstd:chunked, has annotations of which a client forwards some or none: it is
+recognised by the manifest (foreign.py has the rest).
+
 One lazy decision per image: layers from the bottom up to the first that is not in the format (or cannot be had) are
 lazy, the rest is unpacked by containerd, which fetches everything above the first ordinary layer anyway. Every image
 that is not served lazily is one log line and one count with a reason of :data:`REASONS`.
@@ -36,9 +39,11 @@ from weenv.core.errors import (
     VerificationError,
     WeenvError,
 )
+from weenv.layer.foreign.formats import ForeignLayer, parse_foreign
 from weenv.layer.verify import LAYER_ANNOTATION, LayerDescriptor, parse_annotations, verify_tail_bytes
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF
 from weenv.plugin.snapshotter.config import SnapshotterConfig
+from weenv.plugin.snapshotter.foreign import Translate, fetch_toc, make_tail
 from weenv.plugin.snapshotter.implied import attributes_below
 from weenv.plugin.snapshotter.layerdir import CONVERTED, MUTATIONS, LayerSource, Origin
 from weenv.plugin.snapshotter.layers import Layers
@@ -47,9 +52,9 @@ from weenv.plugin.snapshotter.planes.base import LayerFacts, Variant, variant_of
 from weenv.registry.auth import scope_of
 from weenv.registry.client import RegistryClient
 from weenv.registry.internal import is_internal
-from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Manifest, parse_manifest
+from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Descriptor, Manifest, parse_manifest
 from weenv.registry.reference import Reference, parse_reference
-from weenv.registry.source import open_source, read_checked
+from weenv.registry.source import BlobSource, open_source, read_checked
 from weenv.registry.trusted import TrustedHosts
 
 log = logging.getLogger(__name__)
@@ -97,6 +102,8 @@ _BESIDES = {
 _PLANS = 256
 _PLAN_TTL = 600.0
 """Images remembered, and for how many seconds: long enough for one pull."""
+_LOOK = 10.0
+"""Seconds for which an image's manifest is waited for only to see whether its layers are in another format."""
 _TOLD = 60.0
 _TOLD_UNNAMED = 5.0
 """Seconds for which further layers of an image that is not lazy are its consequence, and no news."""
@@ -147,6 +154,8 @@ class Plan:
 
     image: str
     positions: dict[str, int] = field(default_factory=dict)
+    foreign: dict[str, ForeignLayer | str] = field(default_factory=dict)
+    """Layers in other formats by digest; or what is wrong with their annotations."""
     limit: int = 0
     reason: str = ""
     made: float = 0.0
@@ -172,12 +181,15 @@ class Resolver:
         client: RegistryClient,
         metrics: Metrics,
         background: Background,
+        translate: Translate | None = None,
     ) -> None:
         self.layers = layers
         self.client = client
         self._config = config
         self._metrics = metrics
         self._background = background
+        self._translate = translate if config.foreign else None
+        self._unreadable: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._plans: OrderedDict[tuple[str, str], Plan] = OrderedDict()
         self._told: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._planning: SingleFlight[tuple[str, str], Plan | None] = SingleFlight()
@@ -195,8 +207,9 @@ class Resolver:
         The latter is what LABEL_NOT_LAZY holds, or None where no lazy layer was asked for.
         """
         why: str | None = None
+        descriptor: LayerDescriptor | ForeignLayer | None
         try:
-            descriptor = parse_annotations(labels)
+            descriptor = parse_annotations(labels) or await self._foreign(labels)
         except FormatError as error:
             why, descriptor = self._fall_back(labels, key, "bad-labels", error.message), None
         else:
@@ -213,9 +226,32 @@ class Resolver:
                 if isinstance(layer_id, int):
                     self.layers.adopted(descriptor.digest)
 
+    async def _foreign(self, labels: Mapping[str, str]) -> ForeignLayer | None:
+        """The layer that ``labels`` name, if its image's manifest says that it is in another format that can be read."""
+        image, layer, digest = _image(labels), labels.get(LABEL_LAYER, ""), labels.get(LABEL_MANIFEST, "")
+        if self._translate is None or image is None or not digests.is_digest(layer) or not digests.is_digest(digest):
+            return None
+        key, now = (image.name, digest), time.monotonic()
+        if self._unreadable.get(key, 0.0) > now:
+            return None
+        plan = None
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(min(_LOOK, self._config.resolve_timeout)):
+                plan = await self._plan(image, labels, lazy=False)
+        if plan is None:  # an ordinary image, most likely: its other layers must not wait for the same
+            self._unreadable[key] = now + _TOLD
+            while len(self._unreadable) > _PLANS:
+                self._unreadable.popitem(last=False)
+            return None
+        found = plan.foreign.get(layer)
+        if isinstance(found, str):
+            raise FormatError(found)
+        return found
+
     async def _decide(
-        self, descriptor: LayerDescriptor, labels: Mapping[str, str], key: str, parent_ref: str, lowers: Sequence[str]
-    ) -> int | str:
+        self, descriptor: LayerDescriptor | ForeignLayer, labels: Mapping[str, str], key: str, parent_ref: str,
+        lowers: Sequence[str],
+    ) -> int | str:  # fmt: skip
         image = _image(labels)
         plan: Plan | None = None
         try:
@@ -229,7 +265,8 @@ class Resolver:
                 finally:
                     making.cancel()
                     await asyncio.gather(making, return_exceptions=True)
-                _check_chain(facts.diff_id, labels.get(LABEL_SNAPSHOT_REF, ""), parent_ref, bool(lowers))
+                if isinstance(descriptor, LayerDescriptor):  # of the others nobody knows the diffID
+                    _check_chain(facts.diff_id, labels.get(LABEL_SNAPSHOT_REF, ""), parent_ref, bool(lowers))
                 variant = await self._variant(facts, lowers)
                 layer_id = await self.layers.attach(descriptor.digest, variant)
         except (WeenvError, OSError) as error:  # TimeoutError is an OSError
@@ -248,7 +285,7 @@ class Resolver:
 
     # one layer
 
-    async def _make(self, descriptor: LayerDescriptor, image: Reference | None) -> LayerFacts:
+    async def _make(self, descriptor: LayerDescriptor | ForeignLayer, image: Reference | None) -> LayerFacts:
         """Tail, layer directory, metadata: once per layer whoever asks."""
         with self.layers.pin(descriptor.digest):
             origins = await self._origins(descriptor, image)
@@ -256,12 +293,15 @@ class Resolver:
             self.layers.keep_awhile(descriptor.digest)
             return facts
 
-    async def _make_now(self, descriptor: LayerDescriptor, origins: list[Origin]) -> LayerFacts:
+    async def _make_now(self, descriptor: LayerDescriptor | ForeignLayer, origins: list[Origin]) -> LayerFacts:
         dirs = self.layers.dirs
         begin = time.perf_counter()
         if dirs.exists(descriptor.digest):
             known = dirs.source(descriptor.digest)
-            if (known.toc_digest, known.size) != (descriptor.toc_digest, descriptor.size):
+            its_toc = known.foreign.toc_digest if known.foreign is not None else known.toc_digest
+            its_format = known.foreign.format if known.foreign is not None else ""
+            wanted_format = descriptor.format if isinstance(descriptor, ForeignLayer) else ""
+            if (its_format, its_toc, known.size) != (wanted_format, descriptor.toc_digest, descriptor.size):
                 # A digest of the whole blob is not checked while it is read piecemeal: whoever came first with this
                 # digest has fixed what its tail is, and somebody else's manifest cannot change it.
                 raise VerificationError(
@@ -270,15 +310,13 @@ class Resolver:
                 )
             dirs.add_origins(descriptor.digest, origins)
         else:
-            large = descriptor.toc_length > _LARGE_TAIL
+            large = isinstance(descriptor, LayerDescriptor) and descriptor.toc_length > _LARGE_TAIL
             async with self._large if large else contextlib.nullcontext():
-                tail = await self._fetch_tail(descriptor, origins)
-                source = LayerSource(
-                    descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest,
-                    origins,
-                )  # fmt: skip
+                source, tail = await self._fetch_tail(descriptor, origins)
                 await asyncio.to_thread(dirs.create, source, tail)
                 del tail
+            if isinstance(descriptor, ForeignLayer):
+                log.info("layer is in another format", extra={"layer": descriptor.digest, "format": descriptor.format})
             if origins and os.path.basename(origins[0].path) == CONVERTED:
                 log.info("layer was converted on this node, its image is not lazy", extra={"layer": descriptor.digest})
             self._metrics.resolve_seconds.labels(stage="tail").observe(time.perf_counter() - begin)
@@ -287,14 +325,17 @@ class Resolver:
         self._metrics.resolve_seconds.labels(stage="build").observe(time.perf_counter() - begin)
         return facts
 
-    async def _fetch_tail(self, descriptor: LayerDescriptor, origins: list[Origin]) -> bytes:
-        """The checked tail, from the first origin that has it. Raises SourceError or VerificationError of the last."""
+    async def _fetch_tail(
+        self, descriptor: LayerDescriptor | ForeignLayer, origins: list[Origin]
+    ) -> tuple[LayerSource, bytes]:
+        """The checked tail, from the first origin that has it. Raises SourceError or FormatError of the last."""
         failure: WeenvError = _NoOrigin(
             f"no registry is known for layer {descriptor.digest}",
             hint="let the client send cri labels, or convert with a source annotation",
         )
-        if not origins and descriptor.source is not None and self._config.use_source_annotation:
-            host = descriptor.source[0]
+        hint = descriptor.source if isinstance(descriptor, LayerDescriptor) else None
+        if not origins and hint is not None and self._config.use_source_annotation:
+            host = hint[0]
             failure = _Refused(
                 f"its source annotation names {host}, which is this node or its link",
                 hint=f'if that registry is meant, set [registry] allow_sources = ["{host}"], and start the snapshotter again',
@@ -303,28 +344,57 @@ class Resolver:
             try:
                 source = open_source(self.client, origin, descriptor.digest, descriptor.size)
                 try:
-                    tail = await read_checked(
-                        source, descriptor.toc_offset, descriptor.toc_length, lambda tail: verify_tail_bytes(tail, descriptor),
-                        deadline=self._config.resolve_timeout, inline=_HASH_INLINE,
-                    )  # fmt: skip
+                    if isinstance(descriptor, ForeignLayer):
+                        return await self._foreign_tail(source, descriptor, origins)
+                    tail = await self._own_tail(source, descriptor)
                 finally:
                     await source.close()
-                self._metrics.tail_bytes.inc(len(tail))
-                return tail
-            except (SourceError, VerificationError) as error:
+                return LayerSource(
+                    descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest,
+                    origins,
+                ), tail  # fmt: skip
+            except (SourceError, FormatError) as error:
                 failure = error
                 log.warning("origin does not give the tail: %s", error, extra={"layer": descriptor.digest})
         raise failure
 
-    async def _origins(self, descriptor: LayerDescriptor, image: Reference | None) -> list[Origin]:
+    async def _own_tail(self, source: BlobSource, descriptor: LayerDescriptor) -> bytes:
+        tail = await read_checked(
+            source, descriptor.toc_offset, descriptor.toc_length, lambda tail: verify_tail_bytes(tail, descriptor),
+            deadline=self._config.resolve_timeout, inline=_HASH_INLINE,
+        )  # fmt: skip
+        self._metrics.tail_bytes.inc(len(tail))
+        return tail
+
+    async def _foreign_tail(
+        self, source: BlobSource, layer: ForeignLayer, origins: list[Origin]
+    ) -> tuple[LayerSource, bytes]:
+        assert self._translate is not None
+        while True:
+            async with contextlib.AsyncExitStack() as held:
+
+                async def admit(length: int, held: contextlib.AsyncExitStack = held) -> None:
+                    if length > _LARGE_TAIL:
+                        await held.enter_async_context(self._large)
+
+                offset, toc = await fetch_toc(source, layer, deadline=self._config.resolve_timeout, admit=admit)
+                self._metrics.tail_bytes.inc(len(toc))
+                try:
+                    return await make_tail(layer, offset, toc, origins, self.layers.dirs.root, self._translate)
+                except VerificationError:
+                    if not source.suspect(offset, len(toc)):  # it has no other bytes to give
+                        raise
+
+    async def _origins(self, descriptor: LayerDescriptor | ForeignLayer, image: Reference | None) -> list[Origin]:
         """Where the layer may be had: on the node, where its image is from, what its annotation names."""
         places: list[tuple[str, str]] = []
         if image is not None:
             places.append((image.host, image.repository))
-        if descriptor.source is not None and self._config.use_source_annotation and descriptor.source not in places:
-            host = descriptor.source[0]
+        hint = descriptor.source if isinstance(descriptor, LayerDescriptor) else None
+        if hint is not None and self._config.use_source_annotation and hint not in places:
+            host = hint[0]
             if (image is not None and image.host == host) or await self._may_ask(host):
-                places.append(descriptor.source)
+                places.append(hint)
         name = digests.hex_of(descriptor.digest)
         own = [os.path.join(self._config.root, layout) for layout in (MUTATIONS, CONVERTED)]
         local = [Origin("layout", path=path) for path in own if os.path.exists(f"{path}/blobs/sha256/{name}")]
@@ -346,8 +416,11 @@ class Resolver:
 
     # one image
 
-    async def _plan(self, image: Reference, labels: Mapping[str, str]) -> Plan | None:
-        """The plan of the image that ``labels`` name; None where its manifest cannot be had: then layers decide alone."""
+    async def _plan(self, image: Reference, labels: Mapping[str, str], *, lazy: bool = True) -> Plan | None:
+        """The plan of the image that ``labels`` name; None where its manifest cannot be had: then layers decide alone.
+
+        ``lazy``: the image is known to have layers of the format, so that it is worth a warning.
+        """
         digest = labels.get(LABEL_MANIFEST, "")
         if not digests.is_digest(digest):
             return None
@@ -355,28 +428,34 @@ class Resolver:
         plan = self._plans.get(key)
         if plan is not None and time.monotonic() - plan.made < _PLAN_TTL:
             return plan
-        return await self._planning.do(key, lambda: self._make_plan(key, image, digest))
+        return await self._planning.do(key, lambda: self._make_plan(key, image, digest, lazy))
 
-    async def _make_plan(self, key: tuple[str, str], image: Reference, digest: str) -> Plan | None:
+    async def _make_plan(self, key: tuple[str, str], image: Reference, digest: str, lazy: bool) -> Plan | None:
         try:
             manifest = await self._manifest(image, digest)
         except WeenvError as error:
-            log.warning("manifest cannot be read, layers are resolved one by one: %s", error, extra={"image": str(image)})
+            if lazy:
+                log.warning("manifest cannot be read, layers are resolved one by one: %s", error, extra={"image": str(image)})
+            else:
+                log.info("manifest cannot be read, whatever formats it names: %s", error, extra={"image": str(image)})
             return None
         plan = Plan(str(image), made=time.monotonic())
-        wanted: list[LayerDescriptor] = []
+        wanted: list[LayerDescriptor | ForeignLayer] = []
         for layer in manifest.layers:
             plan.positions.setdefault(layer.digest, len(plan.positions))
             if plan.reason:
                 continue
             try:
-                descriptor = parse_annotations(layer.annotations)
-            except FormatError:
+                descriptor = parse_annotations(layer.annotations) or self._in_another_format(layer)
+            except FormatError as error:
                 plan.reason = "bad-labels"
+                plan.foreign[layer.digest] = error.message
                 continue
             if descriptor is None:
                 plan.reason = "not-converted"
                 continue
+            if isinstance(descriptor, ForeignLayer):
+                plan.foreign[layer.digest] = descriptor
             plan.limit = len(plan.positions)
             wanted.append(descriptor)
         self._plans[key] = plan
@@ -386,6 +465,11 @@ class Resolver:
         for descriptor in wanted:
             self._background.spawn(self._ahead(descriptor, image), "resolve ahead")
         return plan
+
+    def _in_another_format(self, layer: Descriptor) -> ForeignLayer | None:
+        if self._translate is None:
+            return None
+        return parse_foreign(layer.annotations, layer.digest, layer.size, layer.compression)
 
     async def _manifest(self, image: Reference, digest: str) -> Manifest:
         what = f"manifest {image.with_digest(digest)}"
@@ -399,7 +483,7 @@ class Resolver:
             raise FormatError("an index where a manifest was expected", member=what)
         return manifest
 
-    async def _ahead(self, descriptor: LayerDescriptor, image: Reference) -> None:
+    async def _ahead(self, descriptor: LayerDescriptor | ForeignLayer, image: Reference) -> None:
         """Make a layer ready before it is asked for. Whoever asks gets the error, if there is one; here it is nobody's."""
         with contextlib.suppress(WeenvError, OSError):
             facts = await self._make(descriptor, image)

@@ -22,6 +22,7 @@ import time
 from weenv.core import digest as digests
 from weenv.core import settings
 from weenv.core.errors import MountError, StorageError
+from weenv.layer.foreign.formats import ForeignLayer
 from weenv.layer.verify import LayerDescriptor, verify_tail_bytes
 from weenv.plugin.snapshotter import builder, mounts
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, from_table
@@ -34,9 +35,13 @@ _PATIENCE = 20.0
 """Seconds for the data server to come up."""
 
 
-def mount_layer(descriptor: LayerDescriptor, tail: bytes, origin: Origin, directory: str, *, registry: RegistryConfig) -> None:
+def mount_layer(
+    descriptor: LayerDescriptor, tail: bytes, origin: Origin, directory: str, *,
+    registry: RegistryConfig, foreign: ForeignLayer | None = None,
+) -> None:  # fmt: skip
     """Mount a layer read-only at ``directory`` (absolute). ``descriptor.digest`` may be 64 zeros where nobody knows it.
 
+    ``foreign``: the layer is in another format, and ``tail`` was made for it.
     Raises FormatError for a tail that is not what it should be, MountError, StorageError; nothing is left mounted then.
     """
     if os.geteuid() != 0:
@@ -49,8 +54,9 @@ def mount_layer(descriptor: LayerDescriptor, tail: bytes, origin: Origin, direct
     try:
         dirs = LayerDirs(private)
         source = LayerSource(
-            descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest, [origin]
-        )
+            descriptor.digest, descriptor.size if foreign is None else foreign.size, descriptor.toc_offset,
+            descriptor.toc_length, descriptor.toc_digest, [origin], foreign,
+        )  # fmt: skip
         layer = dirs.create(source, tail)
         builder.build(layer, "", "[]")
         with open(f"{private}/registry.json", "w", encoding="utf-8") as file:

@@ -46,6 +46,8 @@ class LayerStatus:
     origins: tuple[str, ...] = ()
     converted: bool = False
     """Converted on this node: its image is not in the lazy format."""
+    format: str = "weenv"
+    """``weenv``, ``estargz`` or ``zstd:chunked``: of those of others nobody can check the diffID (docs/foreign.md)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,9 +163,10 @@ def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int,
     try:
         source = dirs.source(layer.digest)
         size = source.size
+        layer_format = "weenv" if source.foreign is None else source.foreign.format
         origins = tuple(f"{o.host}/{o.repository}" if o.kind == "registry" else f"{o.kind}:{o.path}" for o in source.origins)
     except (OSError, FormatError):
-        size, origins = 0, ()
+        size, origins, layer_format = 0, (), "weenv"
     local, stream = progress(directory)
     disk = 0
     for name in ("toc", "source.json", META, "data", "present"):
@@ -173,5 +176,6 @@ def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int,
             continue
     here = f"layout:{os.path.join(os.path.dirname(dirs.root), CONVERTED)}" in origins
     return LayerStatus(
-        layer.digest, mode, point, size, stream, local, disk, snapshots, len(users), by_namespace(users), origins, here
-    )
+        layer.digest, mode, point, size, stream, local, disk, snapshots, len(users), by_namespace(users), origins, here,
+        layer_format,
+    )  # fmt: skip

@@ -16,6 +16,7 @@ from typing import Any
 
 from weenv.core.digest import is_digest
 from weenv.core.errors import WeenvError
+from weenv.layer.foreign.formats import ForeignLayer
 from weenv.layer.verify import LAYER_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations, parse_source
 from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
 from weenv.plugin.snapshotter.planes.base import Implied, LayerFacts, decode_attributes, encode_attributes
@@ -140,6 +141,9 @@ SEEDS: tuple[tuple[str, ...], ...] = (
     ),
     (
         LayerSource(DIGEST, 1000, 900, 100, DIGEST, [Origin("registry", "h", "r"), Origin("file", path="/x")])
+        .to_json()
+        .decode(),
+        LayerSource(DIGEST, 1000, 800, 70, DIGEST, [], ForeignLayer("zstd:chunked", DIGEST, 1000, DIGEST, 808, 100, 900))
         .to_json()
         .decode(),
     ),

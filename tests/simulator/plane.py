@@ -13,8 +13,8 @@ from collections import Counter
 from collections.abc import Callable
 
 from weenv.core.errors import MountError, WeenvError
-from weenv.layer.tail import parse_tail
 from weenv.layer.toc import DIRECTORY, FLAG_IMPLIED, Toc
+from weenv.layer.verify import verify_tail
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.mounts import MountEntry
 from weenv.plugin.snapshotter.planes.base import LAZY, Attachment, Implied, LayerFacts, Variant, decode_attributes
@@ -39,7 +39,7 @@ class TreePlane:
     def _toc(self, digest: str) -> Toc:
         source = self.dirs.source(digest)
         with open(self.dirs.file(digest, "toc"), "rb") as file:
-            return parse_tail(file.read(), layer_size=source.size, toc_offset=source.toc_offset)
+            return verify_tail(file.read(), source.descriptor())
 
     async def prepare(self, digest: str, variant: Variant) -> LayerFacts:
         """Read the stored tail."""

@@ -4,6 +4,9 @@ Every frame has been checked by then, and so has the table that holds their dige
 a TOC whose frames do not make up the stream that the image's config names, which containerd finds out when it unpacks a
 layer and a lazy layer never would; and a disk that has lost or changed what it was given.
 
+A layer in another format (layer/foreign/) has no tar stream to check: of what is on the disk each chunk is checked once more,
+and that its chunks make up the layer which the image's config names stays unknown. Those are counted apart.
+
 A mismatch may be the disk's fault, so the first one voids what is stored and has everything fetched again. The second is
 the publisher's: the layer is served no more.
 """
@@ -18,7 +21,8 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from weenv.core.errors import StorageError
+from weenv.core.errors import FormatError, StorageError
+from weenv.layer.pieces import verify_content
 from weenv.plugin.snapshotter.blobfs.layers import Layer
 from weenv.plugin.snapshotter.cache import present
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
@@ -44,6 +48,8 @@ class Completion:
     ) -> None:
         self.checked = 0
         """Layers found good."""
+        self.unproven = 0
+        """Layers in another format whose chunks were found good; what they have of a diffID, nobody knows."""
         self.mismatches = 0
         """Streams found not to have their diffID."""
         self.checking = ""
@@ -76,6 +82,9 @@ class Completion:
 
     async def _check(self, layer: Layer) -> None:
         losses = layer.presence.losses
+        if layer.frames.pieces is not None:
+            await self._check_pieces(layer, losses)
+            return
         digest = hashlib.sha256()
         buffer = memoryview(bytearray(min(_PIECE, max(1, layer.size))))
         position = 0
@@ -101,6 +110,40 @@ class Completion:
             if self._share < 1:
                 await asyncio.sleep(used / self._share - used)
         await asyncio.to_thread(self._verdict, layer, "sha256:" + digest.hexdigest(), losses)
+
+    async def _check_pieces(self, layer: Layer, losses: int) -> None:
+        """Every frame in ``data`` against the digests of its pieces; a frame that fails is fetched again."""
+        frames, pieces, contents = layer.frames, layer.frames.pieces, layer.contents
+        assert pieces is not None
+
+        def look(first: int) -> tuple[int, float, int]:
+            began, number = time.thread_time(), first
+            while number < len(frames) and contents[number] - contents[first] < _PIECE:
+                content = os.pread(layer.store.fd, contents[number + 1] - contents[number], contents[number])
+                try:
+                    verify_content(frames, pieces, number, content)
+                except FormatError:
+                    return number, time.thread_time() - began, number
+                number += 1
+            return number, time.thread_time() - began, -1
+
+        number = 0
+        while number < len(frames):
+            await self._yield()
+            if not layer.complete or layer.presence.losses != losses:
+                return
+            number, used, wrong = await asyncio.to_thread(look, number)
+            if wrong >= 0:
+                if layer.presence.losses == losses:
+                    layer.take_back([wrong], f"frame {wrong} is not what was stored")
+                return
+            if self._share < 1:
+                await asyncio.sleep(used / self._share - used)
+        if layer.presence.losses != losses:
+            return
+        solid = await asyncio.to_thread(present.first_hole, layer.store.fd, 0, layer.size) >= layer.size
+        if layer.presence.judge(present.GOOD, solid=solid):
+            self.unproven += 1
 
     async def _yield(self) -> None:
         fetcher = self._fetcher

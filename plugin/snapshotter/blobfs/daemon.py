@@ -22,7 +22,7 @@ from weenv.core.errors import ConfigError, MountError, StorageError, WeenvError
 from weenv.core.rights import AS_ROOT, remedy
 from weenv.core.unixsocket import bind_private, clear_path
 from weenv.layer.tail import FrameIndex
-from weenv.layer.verify import LayerDescriptor, verify_frame, verify_frames, verify_tail
+from weenv.layer.verify import verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
 from weenv.plugin.snapshotter.blobfs.complete import Completion
 from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
@@ -60,16 +60,12 @@ _KEPT = ("fuse", "nodes")
 
 def read_tail(tail: bytes, source: LayerSource) -> FrameIndex:
     """What a tail says of its layer's stream; the tail's digest is checked first. Raises FormatError."""
-    return verify_frames(tail, _descriptor(source))
+    return verify_frames(tail, source.descriptor())
 
 
 def read_extents(tail: bytes, source: LayerSource) -> Extents:
     """Where the large files lie. Raises FormatError."""
-    return Extents.of(verify_tail(tail, _descriptor(source)))
-
-
-def _descriptor(source: LayerSource) -> LayerDescriptor:
-    return LayerDescriptor(source.digest, source.size, source.toc_offset, source.toc_length, source.toc_digest)
+    return Extents.of(verify_tail(tail, source.descriptor()))
 
 
 @dataclass(slots=True)

@@ -100,8 +100,11 @@ class Layer(FetchLayer):
     @property
     def memory(self) -> int:
         """About how many bytes of memory it takes to have it open."""
-        per_frame = ON_DISK if isinstance(self.frames, MappedFrames) else IN_MEMORY
-        return _BASE + per_frame * len(self.presence) + self.read_ahead.extents.memory
+        mapped, pieces = isinstance(self.frames, MappedFrames), self.frames.pieces
+        tables = (ON_DISK if mapped else IN_MEMORY) * len(self.presence)
+        if pieces is not None and not mapped:
+            tables += 52 * len(pieces)
+        return _BASE + tables + self.read_ahead.extents.memory
 
     @property
     def busy(self) -> bool:

@@ -55,6 +55,7 @@ FAMILIES: Final = {
         Family("filled_bytes", "counter", "Compressed bytes that the background fill fetched"),
         Family("ranges", "counter", "Ranged reads begun"),
         Family("layers_checked", "counter", "Complete layers found to have their diffID"),
+        Family("layers_unproven", "counter", "Complete layers of other formats whose chunks are good; their diffID is unknown"),
         Family("diffid_mismatches", "counter", "Complete layers found not to have it"),
         Family("tails_replaced", "counter", "Stored tails found damaged and fetched again"),
         Family("tails_lost", "counter", "Attempts at that which failed"),
@@ -133,6 +134,7 @@ class Report(Collector):
             "filled_bytes": self._filler.filled_bytes if self._filler is not None else 0,
             "ranges": fetch.ranges,
             "layers_checked": self._completion.checked,
+            "layers_unproven": self._completion.unproven,
             "diffid_mismatches": self._completion.mismatches,
             "tails_replaced": self._repair.mended,
             "tails_lost": self._repair.failed,
@@ -204,6 +206,7 @@ class Report(Collector):
             "filled_bytes": self._filler.filled_bytes if self._filler is not None else 0,
             "checking": self._completion.checking,
             "checked": self._completion.checked,
+            "unproven": self._completion.unproven,
             "diffid_mismatches": self._completion.mismatches,
             "tails_replaced": self._repair.mended,
             "cache": self._evictor.status(),
@@ -226,6 +229,13 @@ def _histogram(family: Family, bounds: tuple[float, ...], counts: list[int], tot
     return HistogramMetricFamily(family.full_name, family.text, buckets=buckets, sum_value=total)
 
 
+def _diffid(layer: Layer) -> str:
+    """What is known of the stream as a whole; of a layer in another format its chunks are, and nothing else can be."""
+    if layer.source.foreign is not None:
+        return "unknown"
+    return ("unchecked", "good", "bad", "fetched again")[layer.presence.verdict & 3]
+
+
 def _layer(layer: Layer) -> dict[str, Any]:
     frames, presence = layer.frames, layer.presence
     there = np.frombuffer(bytes(presence.states), np.uint8) != MISSING
@@ -237,7 +247,8 @@ def _layer(layer: Layer) -> dict[str, Any]:
         "stream_size": layer.size,
         "local_bytes": local,
         "local_percent": round(100.0 * local / layer.size, 2) if layer.size else 100.0,
-        "diffid": ("unchecked", "good", "bad", "fetched again")[presence.verdict & 3],
+        "diffid": _diffid(layer),
+        "format": "weenv" if layer.source.foreign is None else layer.source.foreign.format,
         "cached": presence.persistent,
         "memory": layer.memory,
         "errors": layer.tally.errors.copy(),

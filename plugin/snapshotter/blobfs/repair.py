@@ -17,8 +17,11 @@ from typing import Final
 
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import UnavailableError, WeenvError
+from weenv.layer.foreign.formats import ForeignLayer
+from weenv.layer.foreign.tail import make_tail
 from weenv.layer.verify import LayerDescriptor, verify_tail_bytes
 from weenv.plugin.snapshotter.blobfs.layers import DamagedTail
+from weenv.plugin.snapshotter.foreign import fetch_toc
 from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
 from weenv.registry.source import BlobSource, read_checked
 
@@ -88,12 +91,14 @@ class TailRepair:
         log.warning("a damaged tail has been replaced", extra={"layer": damage.source.digest})
 
     async def _fetch(self, source: LayerSource) -> bytes:
-        descriptor = LayerDescriptor(source.digest, source.size, source.toc_offset, source.toc_length, source.toc_digest)
+        descriptor = source.descriptor()
         failure: WeenvError = UnavailableError("source.json names no place that can be read")
         sources = self._open_sources(source, source.origins)
         try:
             for one in sources:
                 try:
+                    if source.foreign is not None:
+                        return await self._make(one, source.foreign, descriptor)
                     return await read_checked(
                         one, source.toc_offset, source.toc_length, lambda tail: verify_tail_bytes(tail, descriptor),
                         deadline=self._deadline,
@@ -104,6 +109,14 @@ class TailRepair:
             for one in sources:
                 await one.close()
         raise failure
+
+
+    async def _make(self, one: BlobSource, layer: ForeignLayer, descriptor: LayerDescriptor) -> bytes:
+        """A tail that was made of another format's TOC, made again; it is the same unless another version made it."""
+        offset, toc = await fetch_toc(one, layer, deadline=self._deadline)
+        _, _, tail = await asyncio.to_thread(make_tail, layer, toc, offset)
+        verify_tail_bytes(tail, descriptor)
+        return tail
 
 
 def _replace(path: str, tail: bytes) -> None:

@@ -15,7 +15,8 @@ import ctypes
 import mmap
 import os
 import tempfile
-from typing import Final
+from dataclasses import replace
+from typing import Any, Final
 
 import numpy as np
 
@@ -50,11 +51,15 @@ def spool(frames: Frames, directory: str) -> Frames:
     """
     if len(frames) < LARGE:
         return frames
-    columns = (
-        ("compressed_offsets", "u8"), ("content_offsets", "u8"), ("compressed_sizes", "u4"), ("content_sizes", "u4"),
-        ("digests", "u1"),
-    )  # fmt: skip
-    parts = [np.ascontiguousarray(getattr(frames, name), dtype=kind) for name, kind in columns]
+    pieces = frames.pieces
+    columns: list[tuple[object, str, str]] = [
+        (frames, "compressed_offsets", "u8"), (frames, "content_offsets", "u8"), (frames, "compressed_sizes", "u4"),
+        (frames, "content_sizes", "u4"), (frames, "digests", "u1"),
+    ]  # fmt: skip
+    if pieces is not None:
+        columns += [(pieces, name, "u4") for name in ("first", "unit", "skip", "size", "place")]
+        columns.append((pieces, "digests", "u1"))
+    parts = [np.ascontiguousarray(getattr(table, name), dtype=kind) for table, name, kind in columns]
     length = sum(part.nbytes for part in parts)
     try:
         with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
@@ -70,9 +75,14 @@ def spool(frames: Frames, directory: str) -> Frames:
         ) from error
     mapping.madvise(mmap.MADV_RANDOM)
     found = object.__new__(MappedFrames)
+    mapped: dict[str, Any] = {}
     position = 0
-    for (name, kind), part in zip(columns, parts, strict=True):
+    for (table, name, kind), part in zip(columns, parts, strict=True):
         column = np.frombuffer(mapping, kind, part.size, position).reshape(part.shape)
-        object.__setattr__(found, name, column)
+        if table is frames:
+            object.__setattr__(found, name, column)
+        else:
+            mapped[name] = column
         position += part.nbytes
+    object.__setattr__(found, "pieces", None if pieces is None else replace(pieces, **mapped))
     return found

@@ -1,0 +1,1 @@
+"""Layers in the formats of others, eStargz and zstd:chunked: their TOCs, made into ours."""

@@ -130,13 +130,14 @@ def plain(line: str, home: str, registry: Registry, store: Store) -> Iterator[Co
 
 
 @pytest.fixture(scope="module")
-def module_node(line: str, home: str, registry: Registry, store: Store) -> Iterator[Node]:
-    """A node for the module; tests ask for ``node``."""
+def module_node(request: pytest.FixtureRequest, line: str, home: str, registry: Registry, store: Store) -> Iterator[Node]:
+    """A node for the module; tests ask for ``node``. A module's NODE_SETTINGS are added to its configuration."""
     path = os.path.join(home, f"n{line}")
     os.mkdir(path)
     store.pause()
     # Without background filling, what is fetched is what was asked for, so it can be counted.
-    with Node(line, path, registry=registry.host, settings={"blobfs.fill": "enabled = false"}) as running:
+    settings = {"blobfs.fill": "enabled = false", **getattr(request.module, "NODE_SETTINGS", {})}
+    with Node(line, path, registry=registry.host, settings=settings) as running:
         yield running
 
 

@@ -23,6 +23,7 @@ from weenv_testkit.skopeo import skopeo
 from weenv_testkit.store import Store
 from weenv_testkit.views import chain_of, unpack_times, view
 
+NODE_SETTINGS = {"snapshotter": "foreign = true"}
 SOME = ("base", "links", "times", "xattrs", "whiteouts", "opaque")
 """Which of the kit's odd layers; all of them are in test_foreign_soak.py."""
 

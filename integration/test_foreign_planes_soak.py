@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from test_foreign import (  # noqa: F401 (collected here once more)
+    NODE_SETTINGS,
     chunked,
     line,
     tars,

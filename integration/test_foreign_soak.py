@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from test_foreign import (  # noqa: F401 (collected here once more)
+    NODE_SETTINGS,
     Foreign,
     chunked,
     compare,

@@ -77,7 +77,7 @@ async def node(
     root: str, registry: SimulatedRegistry, *, allow: Sequence[str] = (), **settings: Any
 ) -> AsyncIterator[Node]:
     reach = RegistryConfig(attempts=1, retry_delay=0.01, allow_sources=frozenset(allow))
-    config = SnapshotterConfig(root=root, registry=reach, **settings)
+    config = SnapshotterConfig(root=root, registry=reach, **{"foreign": True, **settings})
     metrics, background = Metrics(), Background()
     os.makedirs(root, exist_ok=True)
     store, dirs = Metastore(f"{root}/metastore.db"), LayerDirs(root)

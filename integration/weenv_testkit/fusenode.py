@@ -14,13 +14,13 @@ from weenv_testkit.store import Store
 
 
 @pytest.fixture(scope="module")
-def module_node(line: str, home: str, registry: Registry, store: Store) -> Iterator[Node]:
-    """To be imported by name into a module of tests."""
+def module_node(request: pytest.FixtureRequest, line: str, home: str, registry: Registry, store: Store) -> Iterator[Node]:
+    """To be imported by name into a module of tests; NODE_SETTINGS as in conftest.py."""
     path = os.path.join(home, f"f{line}")
     os.mkdir(path)
     store.pause()
-    settings = {"blobfs.fill": "enabled = false"}
+    settings = {"blobfs.fill": "enabled = false", **getattr(request.module, "NODE_SETTINGS", {})}
     if choose(AUTO, path).name != FUSE:
-        settings["snapshotter"] = 'plane = "fuse"'
+        settings["snapshotter"] = f'plane = "fuse"\n{settings.get("snapshotter", "")}'
     with Node(line, path, registry=registry.host, settings=settings) as running:
         yield running

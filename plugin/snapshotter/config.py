@@ -36,9 +36,10 @@ class SnapshotterConfig:
     """``builtin``: our own small gRPC server, a quarter of the CPU per call; ``grpcio``: grpcio's."""
     lazy: bool = True
     """False: an ordinary overlay snapshotter, every image is unpacked."""
-    foreign: bool = True
+    foreign: bool = False
     """Whether eStargz and zstd:chunked layers that others made are served lazily too. Their files are verified, chunk by
-    chunk; that together they are the layer which the image's config names is not: see docs/foreign.md."""
+    chunk; that together they are the layer which the image's config names cannot be, so turn it on where everybody who can
+    have images pulled here is trusted not to pass one image's layers off as another's: see docs/foreign.md."""
     plane: str = "auto"
     """How layers are mounted. ``erofs``: by the kernel, from Linux 6.12 on; ``fuse``: by a process for each layer (needs
     pyfuse3), slower, on any kernel; ``auto``: erofs where the kernel can. ``weenv doctor`` says which and why."""

@@ -88,7 +88,8 @@ REASONS = {
 
 _REMEDIES = {
     "no-labels": "a layer that docker built or loaded has to be; pull with docker, CRI or the transfer service (weenv doctor)",
-    "not-converted": "weenv convert makes an image of the format out of it",
+    "not-converted": "weenv convert makes an image of the format out of it; "
+    "of eStargz and zstd:chunked, [snapshotter] foreign reads what there is",
     "below-not-lazy": "convert the whole image",
     "bad-labels": "convert the image again",
     "disk": "free some space",

@@ -88,7 +88,7 @@ def test_a_start_says_it_before_anything_is_made(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(WeenvError, match=f"^{name} must be "):
             asyncio.run(weenv.AsyncEnvironment.start("plan.yaml", **{"config": weenv.load_config(), **options}))
-    with pytest.raises(WeenvError, match="^plan must be a path, not 5"):
+    with pytest.raises(WeenvError, match=r"^plan must be a path, not 5"):
         asyncio.run(weenv.AsyncEnvironment.start(5, config=weenv.load_config()))  # type: ignore[arg-type]
 
 

@@ -47,7 +47,7 @@ def _settings(config: NodeConfig | str | os.PathLike[str] | None) -> NodeConfig:
     """The node's configuration, from the file that is named or from the machine's. Raises ConfigError."""
     if isinstance(config, NodeConfig):
         return config
-    return load() if config is None else load(arguments.text("config", config))
+    return load() if config is None else load(arguments.path("config", config))
 
 
 class AsyncEnvironment:
@@ -87,7 +87,7 @@ class AsyncEnvironment:
         Raises WeenvError.
         """
         settings = _settings(config)
-        target = plan if isinstance(plan, Plan) else arguments.text("plan", plan)
+        target = plan if isinstance(plan, Plan) else arguments.path("plan", plan)
         if isinstance(target, str) and isinstance(plan, os.PathLike):  # a path is a file; a text may be an image's name
             target = os.path.abspath(target)
         name = arguments.text("name", name)
@@ -194,7 +194,7 @@ class AsyncEnvironment:
 
     async def read_file(self, path: str, *, limit: int = LIMIT) -> bytes:
         """The bytes of a regular file, at most ``limit``. Raises FileError, LimitError."""
-        path, limit = arguments.text("path", path), arguments.whole("limit", limit)
+        path, limit = arguments.path("path", path), arguments.whole("limit", limit)
 
         def read() -> bytes:
             root = open_process_root(self.pid)
@@ -213,7 +213,7 @@ class AsyncEnvironment:
         ``data`` that is a text is UTF-8. Symbolic links are followed as within the environment, never out of it. Raises
         FileError.
         """
-        path, content, mode = arguments.text("path", path), arguments.data("data", data), arguments.mode("mode", mode)
+        path, content, mode = arguments.path("path", path), arguments.data("data", data), arguments.mode("mode", mode)
         user = lifecycle.base_process(self._container).get("user")
         ids = user if isinstance(user, dict) else {}
         whose = arguments.owner("owner", owner) or (int(ids.get("uid", 0)), int(ids.get("gid", 0)))

@@ -31,13 +31,24 @@ def _wrong(name: str, value: object, meant: str, hint: str = "") -> ArgumentErro
 
 
 def text(name: str, value: Any) -> str:
-    """A text, or a path that is one. It has no zero byte, and is UTF-8."""
+    """A text, or a path that is one, for a runtime's specification: UTF-8 without a zero byte."""
     found = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(found, str):
         raise _wrong(name, value, "a text")
     if "\0" in found or any("\ud800" <= letter <= "\udfff" for letter in found):
         raise _wrong(name, value, "a text that is UTF-8 and has no zero byte")
     return found
+
+
+def path(name: str, value: Any) -> str:
+    """A file's name, as a text or a path; bytes that are not UTF-8 are in it as :func:`os.fsdecode` has them."""
+    found = os.fspath(value) if isinstance(value, os.PathLike) else value
+    try:
+        if isinstance(found, str) and b"\0" not in os.fsencode(found):
+            return found
+    except UnicodeEncodeError:
+        pass
+    raise _wrong(name, value, "a path")
 
 
 def words(name: str, value: Any) -> tuple[str, ...]:

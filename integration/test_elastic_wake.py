@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import select
 import subprocess
 import threading
@@ -106,6 +107,34 @@ async def test_who_waits_for_a_cpu_is_told_within_the_window(monkeypatch: pytest
         told.triggers.remove(told.env)
         assert told.env.triggers == []
         told.triggers.close()
+
+
+async def test_one_that_shows_nothing_does_not_decide_for_the_machine(monkeypatch: pytest.MonkeyPatch, threads: None) -> None:
+    path = f"{UNIFIED}/weenv-first-{os.getpid()}"
+    if not UNIFIED or not os.path.exists("/proc/pressure/cpu"):
+        pytest.skip("this kernel has no pressure files")
+    monkeypatch.setattr(wake, "WINDOW", 2_000_000)
+    told = Told(Group(path))
+    assert not told.triggers.add(told.env), "its group is gone"
+    os.mkdir(path)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        for left in range(4):  # descriptors: of the file, of what waits for it, and of what ends the waiting
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_unused(left), hard))
+            try:
+                assert told.triggers.possible(told.env.reader) == (left == 3)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert told.triggers.possible(told.env.reader)
+    finally:
+        told.triggers.remove(told.env)
+        told.triggers.close()
+        os.rmdir(path)
+
+
+def _unused(count: int) -> int:
+    """The limit of open files that leaves so many to be opened."""
+    return [number for number in range(1000) if not os.path.exists(f"/proc/self/fd/{number}")][count]
 
 
 def heard(fd: int) -> None:

@@ -50,6 +50,9 @@ from weenv.environment.spec import Bind, Limits
         (arguments.owner, ("root", "root"), "x[0] must be a whole number"),
         (arguments.owner, 0, "x must be two numbers, of a user and a group, not 0"),
         (arguments.text, None, "x must be a text, not None"),
+        (arguments.path, b"/a", "x must be a path, not b'/a'"),
+        (arguments.path, "/a\0b", "x must be a path, not '/a\\x00b'"),
+        (arguments.path, "\ud800", "x must be a path"),
         (arguments.binds, "/tmp:/x:ro", "x must be a list of words"),
     ],
 )
@@ -66,6 +69,7 @@ def test_what_is_right_is_taken() -> None:
     assert arguments.limits(1, "1g", 5) == Limits(1.0, 1 << 30, 5)
     assert arguments.limits(0.5, 2e9, 0) == Limits(0.5, 2_000_000_000)
     assert arguments.network("x", None) == "" and arguments.network("x", "host") == "host"
+    assert arguments.path("x", Path("/a")) == "/a" and arguments.path("x", "/a\udcff") == "/a\udcff"
     assert arguments.mode("x", None) is None and arguments.mode("x", 0o4755) == 0o4755
     assert arguments.owner("x", None) is None and arguments.owner("x", [0, 5]) == (0, 5)
 
@@ -84,7 +88,7 @@ def test_a_start_says_it_before_anything_is_made(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(WeenvError, match=f"^{name} must be "):
             asyncio.run(weenv.AsyncEnvironment.start("plan.yaml", **{"config": weenv.load_config(), **options}))
-    with pytest.raises(WeenvError, match=r"^plan must be a text, not 5"):
+    with pytest.raises(WeenvError, match=r"^plan must be a path, not 5"):
         asyncio.run(weenv.AsyncEnvironment.start(5, config=weenv.load_config()))  # type: ignore[arg-type]
 
 
@@ -95,7 +99,7 @@ _anything = st.none() | st.booleans() | st.integers() | st.floats() | st.text(ma
 def test_nothing_but_a_weenv_error_comes_of_anything(value: Any) -> None:
     checks = (
         arguments.words, arguments.arguments, arguments.variables, arguments.data, arguments.number, arguments.whole,
-        arguments.amount, arguments.network, arguments.mode, arguments.owner, arguments.text, arguments.binds,
+        arguments.amount, arguments.network, arguments.mode, arguments.owner, arguments.text, arguments.path, arguments.binds,
     )  # fmt: skip
     for check in checks:
         try:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import resource
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -179,6 +181,24 @@ def test_without_pressure_files(tmp_path: Path) -> None:
         assert sample.cpu.pressure_some_us is None and sample.memory.pressure_full_us is None
         assert reader.trigger("cpu", 50_000, 500_000) is None
         reader.close()
+
+
+def test_no_trigger_for_a_group_that_is_gone_or_without_descriptors_is_no_word_of_the_kernels(tmp_path: Path) -> None:
+    reader = Reader(Cgroup(str(tmp_path / "2"), 2).paths)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(CgroupUnreadable, match="Too many open files"):
+            reader.trigger("cpu", 50_000, 500_000)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    fd = reader.trigger("cpu", 50_000, 500_000)
+    assert fd is not None
+    os.close(fd)
+    shutil.rmtree(reader.paths.unified)
+    with pytest.raises(CgroupGone):
+        reader.trigger("cpu", 50_000, 500_000)
+    reader.close()
 
 
 def test_the_brake_and_reclaim_are_v2s(group: Cgroup, reader: Reader) -> None:

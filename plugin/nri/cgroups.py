@@ -443,18 +443,23 @@ class Reader:
         """A descriptor that has POLLPRI when somebody waited ``stall_us`` within ``window_us`` for ``cpu`` or ``memory``.
 
         None where the kernel has no such trigger or refuses it: without CAP_SYS_RESOURCE only windows of whole multiples
-        of 2 s are given (psi.rst). The caller closes it.
+        of 2 s are given (psi.rst). Raises CgroupGone, and CgroupUnreadable where this process has no room for it: neither
+        says what the kernel has. The caller closes it.
         """
-        if not self.paths.unified:
+        directory = self.paths.unified
+        if not directory:
             return None
+        fd = -1
         try:
-            fd = os.open(os.path.join(self.paths.unified, f"{kind}.pressure"), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            return None
-        try:
+            fd = os.open(os.path.join(directory, f"{kind}.pressure"), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
             os.write(fd, f"some {stall_us} {window_us}\0".encode())
-        except OSError:
-            os.close(fd)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            if error.errno in _GONE and not os.path.isdir(directory):
+                raise CgroupGone(f"{directory} is gone") from error
+            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+                raise CgroupUnreadable(f"cannot wait for pressure on {kind} in {directory}: {error.strerror}") from error
             return None
         return fd
 

@@ -23,7 +23,7 @@ import select
 import threading
 from collections.abc import Callable
 
-from weenv.plugin.nri.cgroups import Reader
+from weenv.plugin.nri.cgroups import CgroupGone, CgroupUnreadable, Reader
 from weenv.plugin.nri.managed import Env
 
 WINDOW = 500_000
@@ -46,21 +46,37 @@ class Triggers:
         self._possible: bool | None = None
 
     def possible(self, reader: Reader) -> bool:
-        """Whether this machine gives triggers that are faster than sampling; found out with the first environment."""
+        """Whether this machine gives triggers that are faster than sampling; found out with the first environment that
+        shows it.
+
+        One whose group is gone, or for which there is no descriptor left, shows nothing, and has none.
+        """
         if self._possible is None:
-            fd = reader.trigger("cpu", STALLS["cpu"], WINDOW)
-            self._possible = fd is not None and self._register(fd, _PRESSURE)
-            if fd is not None:
-                self._drop(fd)
-                os.close(fd)
-        return self._possible
+            try:
+                fd = reader.trigger("cpu", STALLS["cpu"], WINDOW)
+            except (CgroupGone, CgroupUnreadable):
+                return False
+            if fd is None:
+                self._possible = False
+                return False
+            if self._register(fd, _PRESSURE):
+                self._possible = True
+            self._drop(fd)
+            os.close(fd)
+        return self._possible is True
+
+    def _pressure(self, reader: Reader, kind: str) -> int | None:
+        try:
+            return reader.trigger(kind, STALLS[kind], WINDOW)
+        except (CgroupGone, CgroupUnreadable):
+            return None
 
     def _register(self, fd: int, events: int) -> bool:
-        if self._waiter is None:
-            self._waiter = _Waiter(asyncio.get_running_loop(), self._ready)
         try:
+            if self._waiter is None:
+                self._waiter = _Waiter(asyncio.get_running_loop(), self._ready)
             self._waiter.epoll.register(fd, events)
-        except OSError:  # EPERM: no file that can be waited for
+        except OSError:  # EPERM: no file that can be waited for; or as many are as may be
             return False
         return True
 
@@ -71,7 +87,7 @@ class Triggers:
         processes where those are followed.
         """
         reader, possible = env.reader, self.possible(env.reader)
-        waits = [self._take(env, reader.trigger(kind, stall, WINDOW), met=False) for kind, stall in STALLS.items() if possible]
+        waits = [self._take(env, self._pressure(reader, kind), met=False) for kind in STALLS if possible]
         hit = self._take(env, reader.notices("memory"), met=True) or reader.paths.memory_v1
         if env.state.bounds.pids is not None:
             self.count(env)

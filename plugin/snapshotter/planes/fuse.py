@@ -116,7 +116,10 @@ class FusePlane:
             await self._images.rebuild(digest, variant)
             first = await loop.run_in_executor(self._threads, self._mount, digest, variant, target)
         if not self._watch(target, first, first):
-            raise MountError(f"the server of layer {digest} died at once", hint="see the snapshotter's log")
+            now = await loop.run_in_executor(self._threads, serving, self.socket_path, first)
+            if not self._watch(target, first, now):
+                self.detach(target)
+                raise MountError(f"the server of layer {digest} died at once", hint="see the snapshotter's log")
         return Attachment(COMPLETE if is_complete(self.dirs.path(digest)) else LAZY)
 
     def _mount(self, digest: str, variant: Variant, target: str) -> Process:

@@ -160,8 +160,8 @@ class _Server:
     def _answered(self, client: socket.socket) -> None:
         """The kernel has its answer to INIT: another server could go on from here."""
         self._tasks.append(asyncio.create_task(self._stay_kept(self._keep())))
-        client.send(pack({"serving": True}))
-        client.close()
+        with client, contextlib.suppress(OSError):  # it may have died; whoever follows it finds the mount
+            client.send(pack({"serving": True}))
 
     async def serve_new(self, client: socket.socket) -> int:
         """As the first. The exit status."""

@@ -35,8 +35,10 @@ def text(name: str, value: Any) -> str:
     found = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(found, str):
         raise _wrong(name, value, "a text")
-    if "\0" in found or any("\ud800" <= letter <= "\udfff" for letter in found):
-        raise _wrong(name, value, "a text that is UTF-8 and has no zero byte")
+    if "\0" in found:
+        raise ArgumentError(f"{name} has a zero byte: {found[:80]!r}")
+    if any("\ud800" <= letter <= "\udfff" for letter in found):  # runtimes, reading JSON, would put others in their place
+        raise ArgumentError(f"{name} is not UTF-8: {found[:80]!r}")
     return found
 
 

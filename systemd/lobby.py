@@ -10,10 +10,12 @@ whoever holds its socket meanwhile accepts, says what an HTTP/2 server begins wi
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -21,33 +23,78 @@ SETTINGS: Final = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """An empty SETTINGS frame, with which an HTTP/2 server begins (RFC 9113, 3.4); more of them may follow at any time."""
 MOST: Final = 128
 """Connections greeted and not given to a server yet; further ones wait to be accepted."""
+_PAUSE: Final = 0.2
+"""Seconds until it is looked again whether there is room: grpc-go waits for a second."""
+_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
+"""What accept(2) says where the machine has no room, and the connection stays in the queue."""
 
 
 class Lobby:
-    """Those who wait at ``listener``, which is made non-blocking; each is told ``greeting``."""
+    """Those who wait at ``listener``, which is made non-blocking; each is told ``greeting``.
+
+    Whoever has one calls :meth:`open` with what it polls by, then, again and again, :meth:`tend`, polls for no longer than
+    :meth:`timeout`, and calls :meth:`admit` where the listener has something; :meth:`shut` in the end.
+    """
 
     def __init__(self, listener: socket.socket, greeting: bytes = SETTINGS) -> None:
         self.listener = listener
         self.waiting: list[socket.socket] = []
         self._greeting = greeting
+        self._poll: select.poll | None = None
+        self._due: float | None = None
         listener.setblocking(False)
 
-    def admit(self) -> bool:
-        """Accept one, if there is one, and greet it. False: there are as many as may be, and no more are to be admitted."""
+    def open(self, poll: select.poll) -> None:
+        """Have the listener polled for by ``poll``, unless it is."""
+        if self._poll is None:
+            self._poll = poll
+            poll.register(self.listener, select.POLLIN)
+
+    def shut(self) -> None:
+        """No longer."""
+        if self._poll is not None and self._due is None:
+            self._poll.unregister(self.listener)
+        self._poll = self._due = None
+
+    def _pause(self) -> None:
+        """There is no room: whoever comes waits to be accepted, and the listener would have us look all the time."""
+        if self._poll is not None and self._due is None:
+            self._poll.unregister(self.listener)
+            self._due = time.monotonic() + _PAUSE
+
+    def tend(self) -> None:
+        """Look, where that is due, whether there is room again."""
+        if self._poll is None or self._due is None or time.monotonic() < self._due:
+            return
+        self._drop_gone()
+        self._due = time.monotonic() + _PAUSE
+        if len(self.waiting) < MOST:
+            self._due = None
+            self._poll.register(self.listener, select.POLLIN)
+
+    def timeout(self) -> float | None:
+        """Milliseconds until :meth:`tend` has something to do; None where it has not."""
+        return None if self._due is None else max(0.0, self._due - time.monotonic()) * 1000 + 1
+
+    def admit(self) -> None:
+        """Accept one, if there is one, and greet it."""
         try:
             connection, _ = self.listener.accept()
-        except OSError:
-            return True  # a server took it
+        except OSError as error:
+            if error.errno in _SHORT:
+                self._pause()
+            return  # or a server took it
         connection.setblocking(False)
         try:
             connection.send(self._greeting)
         except OSError:
             connection.close()  # it is gone again
-            return True
+            return
         self.waiting.append(connection)
         if len(self.waiting) >= MOST:
             self._drop_gone()
-        return len(self.waiting) < MOST
+            if len(self.waiting) >= MOST:
+                self._pause()
 
     def _drop_gone(self) -> None:
         """Close those whose other end is closed: who waits gives up after a while, and comes again."""
@@ -124,11 +171,11 @@ def _listener(passed: dict[str, list[int]], name: str) -> socket.socket | None:
 
 def _attend(lobby: Lobby, woken: int) -> None:
     poll = select.poll()
-    poll.register(lobby.listener, select.POLLIN)
+    lobby.open(poll)
     poll.register(woken, 0)  # POLLHUP
     while True:
-        for fd, _ in poll.poll():
+        lobby.tend()
+        for fd, _ in poll.poll(lobby.timeout()):
             if fd == woken:
                 return
-            if not lobby.admit():
-                poll.unregister(lobby.listener)
+            lobby.admit()

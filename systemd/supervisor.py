@@ -123,6 +123,9 @@ class Supervisor:
         try:
             while self._stop_at is None or self._by_pid:
                 self._start_those_due()
+                for child in self._by_listener.values():
+                    if child.lobby is not None:
+                        child.lobby.tend()
                 for fd, _ in self._poll.poll(self._timeout()):
                     if fd == woken:
                         for byte in os.read(woken, 64):
@@ -143,10 +146,10 @@ class Supervisor:
 
     def _timeout(self) -> float:
         """Milliseconds until there is something to do without being told."""
-        if self._stop_at is not None:
-            return max(0.0, self._stop_at - time.monotonic()) * 1000 + 1
-        due = min((child.due for child in self.children if child.due is not None), default=None)
-        return -1 if due is None else max(0.0, due - time.monotonic()) * 1000 + 1
+        waits = [wait for child in self.children if child.lobby is not None and (wait := child.lobby.timeout()) is not None]
+        dues = [self._stop_at] if self._stop_at is not None else [child.due for child in self.children if child.due is not None]
+        waits += [max(0.0, due - time.monotonic()) * 1000 + 1 for due in dues]
+        return min(waits, default=-1)
 
     # -- starting ---------------------------------------------------------------------------------------------------
 
@@ -209,22 +212,18 @@ class Supervisor:
     def _greet_from_now_on(self, child: Child) -> None:
         """No process of the daemon is ready."""
         if child.lobby is not None:
-            listener = child.lobby.listener
-            self._by_listener[listener.fileno()] = child
-            self._poll.register(listener, select.POLLIN)
+            self._by_listener[child.lobby.listener.fileno()] = child
+            child.lobby.open(self._poll)
 
     def _greet(self, child: Child) -> None:
-        if child.lobby is not None and not child.lobby.admit():
-            self._greet_no_more(child)
-
-    def _greet_no_more(self, child: Child) -> None:
-        if child.lobby is not None and self._by_listener.pop(child.lobby.listener.fileno(), None) is not None:
-            self._poll.unregister(child.lobby.listener)
+        if child.lobby is not None:
+            child.lobby.admit()
 
     def _hand_over(self, child: Child) -> None:
         """Give those who wait to the process that is ready."""
-        self._greet_no_more(child)
         if child.lobby is not None:
+            self._by_listener.pop(child.lobby.listener.fileno(), None)
+            child.lobby.shut()
             child.lobby.hand_over(child.channel)
 
     # -- what is heard ------------------------------------------------------------------------------------------------

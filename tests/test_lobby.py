@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import resource
 import select
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import grpc
 import pytest
 
 from weenv.plugin.containerd.schema import EMPTY, SNAPSHOTS_SERVICE
+from weenv.systemd import lobby as module
 from weenv.systemd import notify
 from weenv.systemd.lobby import MOST, SETTINGS, Lobby, attended
 
@@ -42,10 +44,10 @@ def test_those_who_wait_and_leave_take_no_place(tmp_path: Path, listener: socket
     for number in range(300):
         with connect(tmp_path) as client:
             if number % 2:  # one half leaves before it is greeted, the other then
-                assert lobby.admit()
+                lobby.admit()
                 assert client.recv(10) == b"hello"
         if not number % 2:
-            assert lobby.admit()
+            lobby.admit()
     assert len(lobby.waiting) < MOST
     with connect(tmp_path) as client:
         lobby.admit()
@@ -53,14 +55,64 @@ def test_those_who_wait_and_leave_take_no_place(tmp_path: Path, listener: socket
     lobby.hand_over(None)
 
 
-def test_no_more_are_admitted_than_there_is_room_for(tmp_path: Path, listener: socket.socket) -> None:
-    lobby = Lobby(listener)
+def test_no_more_are_admitted_than_there_is_room_for_until_some_leave(
+    tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_PAUSE", 0.0)
+    lobby, poll = Lobby(listener), select.poll()
+    lobby.open(poll)
     with contextlib.ExitStack() as crowd:
-        for number in range(MOST):
-            crowd.enter_context(connect(tmp_path))
-            assert lobby.admit() == (number < MOST - 1)
-    assert lobby.admit(), "nobody came"
+        clients = []
+        for _ in range(MOST):
+            assert lobby.timeout() is None
+            clients.append(crowd.enter_context(connect(tmp_path)))
+            assert poll.poll(0)
+            lobby.admit()
+        late = crowd.enter_context(connect(tmp_path))
+        for _ in range(2):
+            assert not poll.poll(0), "nothing is looked at"
+            assert lobby.timeout() is not None
+            lobby.tend()
+        clients[5].close()
+        lobby.tend()
+        assert poll.poll(0)
+        lobby.admit()
+        assert late.recv(100) == SETTINGS and len(lobby.waiting) == MOST
+    lobby.shut()
     lobby.hand_over(None)
+
+
+def test_where_no_descriptor_is_left_nobody_spins(tmp_path: Path, listener: socket.socket) -> None:
+    lobby, poll = Lobby(listener), select.poll()
+    lobby.open(poll)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connect(tmp_path) as client:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            lobby.admit()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert not poll.poll(0)
+        wait = lobby.timeout()
+        assert wait is not None and wait > 0
+        while not poll.poll(lobby.timeout()):
+            lobby.tend()
+        lobby.admit()
+        assert client.recv(100) == SETTINGS
+    lobby.shut()
+    assert not poll.poll(0)
+    lobby.hand_over(None)
+
+
+def test_who_comes_to_a_crowd_is_greeted_when_it_has_gone(tmp_path: Path, listener: socket.socket) -> None:
+    passed = {"snapshotter": [listener.fileno()]}
+    with attended(passed, "snapshotter"), contextlib.ExitStack() as others:
+        others.callback(os.close, *passed["snapshotter-waiting"])
+        for _ in range(MOST):
+            assert others.enter_context(connect(tmp_path)).recv(100) == SETTINGS
+        with connect(tmp_path) as late:
+            others.close()
+            assert late.recv(100) == SETTINGS
 
 
 def test_who_waits_is_given_over_once_and_what_is_no_socket_is_left_alone(tmp_path: Path, listener: socket.socket) -> None:

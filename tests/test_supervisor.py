@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -14,15 +15,22 @@ from typing import Any
 
 import pytest
 
+from weenv.core.unixsocket import listens
+from weenv.systemd.lobby import MOST, SETTINGS
 from weenv.systemd.supervisor import pause
 
 PARENT = """
 import json, sys
 from weenv.core.log import configure
+from weenv.systemd.lobby import Lobby
 from weenv.systemd.supervisor import Child, Supervisor, _listener
 configure("info")
-place, children = json.loads(sys.argv[1])
-sys.exit(Supervisor([Child(name, argv, _listener(f"{place}/{name}.sock", ())) for name, argv in children], place).run())
+place, wanted = json.loads(sys.argv[1])
+children = [Child(name, argv, _listener(f"{place}/{name}.sock", ())) for name, argv in wanted]
+for child in children:
+    if child.name == "greeted":
+        child.lobby = Lobby(child.listener)
+sys.exit(Supervisor(children, place).run())
 """
 
 DAEMON = """
@@ -43,6 +51,8 @@ if "kept" not in found:
     assert notify.keep(gone=memory)
     notify.forget("gone")
     assert notify.barrier()
+if how == "mute":
+    time.sleep(3600)
 if how == "slow":
     time.sleep(0.5)
 notify.ready()
@@ -155,6 +165,19 @@ def test_who_connects_while_one_is_dead_is_answered_by_the_next_which_has_what_w
     eventually(lambda: len(place.begun()) == 5)
     assert place.call("one").endswith("written by the first")
     assert "WARNING" not in place.said().partition("starting the daemons anew")[2]
+
+
+def test_a_crowd_that_has_gone_keeps_nobody_from_being_greeted(place: Place) -> None:
+    place.start(greeted="mute")
+    eventually(lambda: listens(f"{place.path}/greeted.sock"))
+    with contextlib.ExitStack() as crowd:
+        for _ in range(MOST):
+            client = crowd.enter_context(socket.socket(socket.AF_UNIX))
+            client.settimeout(30)
+            client.connect(f"{place.path}/greeted.sock")
+            assert client.recv(100) == SETTINGS
+        crowd.close()
+        assert place.call("greeted") == SETTINGS.decode()
 
 
 def test_nobody_else_can_speak_for_a_daemon(place: Place) -> None:

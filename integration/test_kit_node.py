@@ -11,7 +11,7 @@ import pytest
 from weenv_testkit import demo
 from weenv_testkit.node import Node
 from weenv_testkit.procs import Failed
-from weenv_testkit.registry import Registry
+from weenv_testkit.registry import Registry, free_port
 
 
 def test_the_first_error_stays_the_error(home: str, registry: Registry) -> None:
@@ -24,6 +24,13 @@ def test_the_first_error_stays_the_error(home: str, registry: Registry) -> None:
     with pytest.raises(Failed, match="nonsense") as caught, node:
         pass
     assert caught.value.__notes__ == ["and while it was taken away: something was left behind"]
+
+
+def test_a_free_port_is_none_that_an_outgoing_connection_gets() -> None:
+    low = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    found = [free_port() for _ in range(100)]
+    assert len(set(found)) == len(found)
+    assert max(found) < low or low < 20_000
 
 
 def test_logs_outlive_a_failed_demo(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class Containerd:
             file.write(self.config())
         argv = [os.path.join(self.bin, "containerd"), "--config", path]
         self._process = Process(f"containerd {self.line}", argv, self.log, self.environment())
-        self._process.wait_ready(lambda: connects(self.socket) and self._serves(), 30)
+        self._process.wait_ready(lambda: connects(self.socket) and self._serves())
 
     def _serves(self) -> bool:
         """True once CRI answers, which is the last service to come up; an empty StatusRequest needs no schema."""

@@ -73,7 +73,7 @@ class Daemon:
     def stop(self) -> None:
         """SIGTERM and wait. Raises Failed where it does not end well by itself."""
         if self._process is not None:
-            code = self._process.stop()
+            code = self._process.stop(90)  # it syncs what it fetched, and the disk may be busy with others' writes
             self._process = None
             if code != 0:
                 raise Failed(f"weenv {self.name} ended with {code} on SIGTERM:\n{self.log_text()[-3000:]}")
@@ -166,7 +166,7 @@ class Node:
         """
         self.snapshotter.spawn().wait_ready(lambda: connects(self.socket))
         if self.containerd.running:
-            wait_until("containerd to reach the snapshotter", self._reached, 30)
+            wait_until("containerd to reach the snapshotter", self._reached, 60, 0.2)
 
     def _reached(self) -> bool:
         try:
@@ -285,7 +285,7 @@ class Node:
         unmount_under(self.home)
         # What holds the FUSE descriptor ends by itself once its mount is gone.
         try:
-            wait_until("the holder to end", lambda: not processes_of(self.home), 30)
+            wait_until("the holder to end", lambda: not processes_of(self.home), 60)
         except Failed as error:
             left = processes_of(self.home)
             end_processes(left)

@@ -89,7 +89,7 @@ class Process:
         """What it has written so far."""
         return text_of(self.log)
 
-    def wait_ready(self, check: Callable[[], object], timeout: float = 20) -> None:
+    def wait_ready(self, check: Callable[[], object], timeout: float = 60) -> None:
         """Wait for ``check``. Raises Failed with the end of the log where the process dies or the time is up."""
 
         def done() -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import os
 import re
+import secrets
 import socket
 import time
 from dataclasses import dataclass
@@ -62,12 +64,24 @@ class Request:
         return "sha256:" + digest.partition("?")[0] if found else None
 
 
+_GIVEN: set[int] = set()
+
+
 def free_port() -> int:
-    """A TCP port of the loopback interface that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of the loopback interface that nothing listens on now, and that the kernel gives to nobody meanwhile.
+
+    Not one that the kernel chooses: it may choose the same for an outgoing connection a moment later, or while a daemon is
+    restarted. Those are of ``ip_local_port_range`` (ip(7)); this one is below.
+    """
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
+        low = int(file.read().split()[0])
+    while True:
+        port = 10_000 + secrets.randbelow(max(low - 10_000, 10_000))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _GIVEN:
+                _GIVEN.add(port)
+                return port
 
 
 class Registry:

@@ -9,9 +9,12 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from weenv.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import asyncio
 
 _ASKED: Final = 0.2
 """Seconds for which a lock is tried for in any case: whoever asks for its holder (:func:`holder_of`) has it for a moment."""
@@ -93,19 +96,29 @@ def settle() -> None:
     gc.freeze()
 
 
-async def until_stopped() -> None:
-    """Wait for SIGTERM or SIGINT."""
+@contextlib.contextmanager
+def stop_signals() -> Iterator[asyncio.Event]:
+    """Within the block SIGTERM and SIGINT set the event. To be entered before anybody can know that this daemon is there:
+    who is told to end while it begins ends as it should, too. The second signal ends the process as signals do."""
     import asyncio  # which the small process of weenv serve does without
 
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
-    installed = []
+    installed: list[int] = []
+
+    def uninstall() -> None:
+        while installed:
+            loop.remove_signal_handler(installed.pop())
+
+    def stopped() -> None:
+        stop.set()
+        uninstall()
+
     for number in (signal.SIGTERM, signal.SIGINT):
         with contextlib.suppress(ValueError, RuntimeError):  # not in the main thread: tests cancel instead
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, stopped)
             installed.append(number)
     try:
-        await stop.wait()
+        yield stop
     finally:
-        for number in installed:
-            loop.remove_signal_handler(number)
+        uninstall()

@@ -22,7 +22,7 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from weenv_testkit import corpus, images, tools
 from weenv_testkit.images import Layout, Member, write_tar
 from weenv_testkit.node import SNAPSHOTTER, Node
-from weenv_testkit.procs import run, wait_until
+from weenv_testkit.procs import Failed, run, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
@@ -33,6 +33,8 @@ FILES = {
 }
 SUMS = "".join(f"{hashlib.sha256(content).hexdigest()}  /{name}\n" for name, content in sorted(FILES.items())).encode()
 CHECK = "sha256sum -c /sums > /tmp/out && wc -l < /tmp/out"
+REPORT = "sha256sum -c /sums > /tmp/out 2>&1 && wc -l < /tmp/out || grep -v ': OK$' /tmp/out"
+"""The same, and else what was wrong."""
 ALL = f"{len(FILES)}\n"
 STREAM = sum(map(len, FILES.values()))
 SECONDS = float(os.environ.get("WEENV_SOAK_SECONDS", "300"))
@@ -89,12 +91,18 @@ def drop_caches() -> None:
     Path("/proc/sys/vm/drop_caches").write_text("3")
 
 
+def said(node: Node, image: str, script: str, namespace: str) -> str:
+    """The output of ``script`` in a container, or why there is none."""
+    try:
+        return node.shell(image, script, namespace)
+    except Failed as error:
+        return str(error)
+
+
 def at_once(node: Node, image: str, namespace: str, count: int, script: str) -> list[str]:
     """The output of ``script`` in each of so many containers that run side by side."""
     results: list[str] = []
-    threads = [
-        threading.Thread(target=lambda: results.append(node.shell(image, script, namespace, check=False))) for _ in range(count)
-    ]
+    threads = [threading.Thread(target=lambda: results.append(said(node, image, script, namespace))) for _ in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -120,7 +128,7 @@ def test_every_task_finishes_right_with_a_tenth_of_the_image_cached(small: Node,
     try:
         for _ in range(2):
             drop_caches()
-            assert at_once(small, image, namespace, 3, CHECK) == [ALL] * 3
+            assert at_once(small, image, namespace, 3, REPORT) == [ALL] * 3
     finally:
         held.done.set()
         watcher.join()
@@ -215,7 +223,7 @@ def test_for_minutes_with_daemons_killed(small: Node, image: str) -> None:
 
     def worker() -> None:
         while time.monotonic() < end and not wrong:
-            out = small.shell(image, CHECK, namespace, check=False)
+            out = said(small, image, REPORT, namespace)
             rounds[0] += 1
             if out != ALL:
                 wrong.append(out)

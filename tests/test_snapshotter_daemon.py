@@ -9,11 +9,13 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 
 import pytest
 from conformance.snapshots import Service, committed, upper_of
 
+from weenv.core.unixsocket import listens
 from weenv.plugin.containerd.client import Client, ContainerdError
 from weenv.plugin.containerd.types import Kind
 
@@ -95,3 +97,12 @@ async def test_kill_nine_among_many_prepares_loses_and_doubles_nothing(root: str
                 await service.cleanup()
                 assert not any(os.path.exists(upper) for upper in told.values())
         told.clear()
+
+
+def test_who_is_told_to_end_as_soon_as_he_listens_ends_well(root: str) -> None:
+    for _ in range(3):
+        with daemon(root) as child:
+            while child.poll() is None and not listens(f"{root}.sock"):
+                time.sleep(0.001)
+            child.send_signal(signal.SIGTERM)
+            assert child.wait(60) == 0

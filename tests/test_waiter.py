@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import shutil
@@ -90,7 +91,8 @@ def test_orphans_of_its_child_are_its_own(waiter: str, tmp_path: Path) -> None:
     finally:
         with open(f"/proc/{child.pid}/task/{child.pid}/children") as file:
             for pid in file.read().split():
-                os.kill(int(pid), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
         assert child.wait(5) == 137
 
 

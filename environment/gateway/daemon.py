@@ -21,7 +21,7 @@ from aiohttp import web
 
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError
-from weenv.core.process import until_stopped
+from weenv.core.process import stop_signals
 from weenv.core.unixsocket import bind_private
 from weenv.environment.composeconfig import compose_config
 from weenv.environment.gateway.blobs import Blobs
@@ -99,6 +99,7 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
     inherited = notify.take_socket("gateway", notify.NETWORK)
     node = from_tables(tables)
     async with contextlib.AsyncExitStack() as exits:
+        stop = exits.enter_context(stop_signals())
         policy = node_policy(tables)
         store = Store(os.path.join(node.root, "gateway.db"), keep_images=config.keep_images, keep_bytes=config.keep_bytes)
         exits.callback(store.close)
@@ -128,6 +129,6 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
         notify.ready()
         signs = asyncio.ensure_future(notify.watchdog())
         exits.callback(signs.cancel)
-        await until_stopped()
+        await stop.wait()
         notify.stopping()
         log.info("stopping")

@@ -16,7 +16,7 @@ from typing import Any
 
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError
-from weenv.core.process import only_instance, until_stopped
+from weenv.core.process import only_instance, stop_signals
 from weenv.plugin.containerd.client import Client
 from weenv.plugin.nri.actuate import Actuator, TaskUpdates
 from weenv.plugin.nri.actuators.chosen import ByNamespace, NriWhereSafe
@@ -68,6 +68,7 @@ async def serve(
         # One for each containerd, not one for each root: two would undo each other's decisions, whatever files they keep.
         place, name = os.path.split(os.path.realpath(config.address))
         patience = notify.patience()
+        stop = exits.enter_context(stop_signals())
         exits.enter_context(only_instance(place, _WHAT, f"{name}.weenv-elastic", patience=patience))
         exits.enter_context(only_instance(config.root, _WHAT, patience=patience))
         metrics = Metrics()
@@ -104,7 +105,7 @@ async def serve(
         notify.ready()  # asked and answered from here on; a containerd that is not there yet is waited for
         record.event(Kind.SERVING)
         log.info("serving", extra={"socket": config.socket, "containerd": config.address, "nri": nri.enabled})
-        stopped = asyncio.ensure_future(until_stopped())
+        stopped = asyncio.ensure_future(stop.wait())
         running.append(stopped)
         first = asyncio.ensure_future(listed.wait())
         running.append(first)

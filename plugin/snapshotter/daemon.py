@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from weenv.core.aio import Background
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import WeenvError
-from weenv.core.process import only_instance, until_stopped
+from weenv.core.process import only_instance, stop_signals
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
@@ -97,6 +97,7 @@ async def serve(
     with only_instance(config.root, "snapshotter", patience=notify.patience()):
         metrics = Metrics()
         async with contextlib.AsyncExitStack() as stack:
+            stop = stack.enter_context(stop_signals())
             store = Metastore(os.path.join(config.root, "metastore.db"))
             stack.callback(store.close)
             background = Background()
@@ -120,6 +121,6 @@ async def serve(
                 ready()
             notify.ready()
             background.spawn(notify.watchdog(), "watchdog")
-            await until_stopped()
+            await stop.wait()
             notify.stopping()
             log.info("stopping; mounts and data stay")

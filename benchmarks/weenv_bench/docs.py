@@ -80,19 +80,21 @@ _BULLETS: tuple[tuple[tuple[str, ...], str], ...] = (
 
 _COLD = "In the rounds of [ADR 2](adr/0002-erofs-mount-options.md) it was {}: runs differ by more than rounds of one run do"
 
+_FIRST_READS = (
+    "Every byte is read for the first time and over the link, which {fetched:.0f} MB alone occupy for {link:.1f} s. A "
+    "command asks for the next file when it has read the last, so round trips follow one another. Fetching further ahead "
+    "would save some of them, at the expense of the bytes fetched, which have a limit as well; reading a program's parts "
+    "ahead by its ELF header, and fewer or more guesses at a time, were tried and changed nothing beyond the noise"
+)
 _WHY = {
-    "the same / the work alone (overlayfs' own commands)":
-        "Every byte is read for the first time and over the link, which {fetched:.0f} MB alone occupy for {link:.1f} s. A "
-        "command asks for the next file when it has read the last, so round trips follow one another. Fetching further ahead "
-        "would save some of them, at the expense of the bytes fetched, which have a limit as well",
+    "pull to end of series / overlayfs, zstd": "Near the limit either way: 0.51, 0.55 and 0.58 in three runs. " + _FIRST_READS,
+    "the same / the work alone (overlayfs' own commands)": _FIRST_READS,
     "agent, all local, page cache cold / overlayfs":
         "One mapped program of 240 MB, read by page faults. A complete layer's mount has its disk's read-ahead, 1 MiB at most, "
         "against 8 MiB of overlayfs on this disk; with more, half of the starts took twice as long, and why is not known. "
         + _COLD.format("0.86 and 0.97"),
     "tests, all local, page cache cold / overlayfs":
         "Small files and libraries by page faults, near 1 either way. " + _COLD.format("0.93 and 1.07"),
-    "every 2 s, as idle ones are where PSI wakes us":
-        "Each look costs what it costs; since then idle ones are looked at every 10 s, where the kernel tells of the rest",
 }  # fmt: skip
 """Why a row is missed, by its name; a row without a reason says so."""
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from weenv.cli.checks import Finding, nearest, quiet_socket, walk
 from weenv.core.errors import ConfigError
-from weenv.core.regular import read_whole
+from weenv.core.regular import read_whole, regular
 from weenv.plugin.nri.wire.versions import Runtime, parse
 
 _PIECE = 64 << 10
@@ -141,7 +141,7 @@ def resend(release: str) -> Finding | None:
 def docker(path: str, address: str, name: str = "weenv") -> Iterator[Finding]:
     """dockerd's configuration, where there is one that is about us. ``address`` is containerd's socket."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             config = json.loads(read_whole(file, _MAX_DOCKER) or b"{}")
         if not isinstance(config, dict):
             raise ValueError("not an object")

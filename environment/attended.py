@@ -89,7 +89,7 @@ async def attached(node: Node, wanted: Wanted) -> int:
     """Start, connect the streams, wait, and remove it where that is asked for; the exit status."""
     async with _Signals(node) as signals:
         status = await _attached(node, wanted, signals)
-    if not signals.caught:
+    if not signals.caught and not signals.swept:
         await lifecycle.tidy(node)
     return status
 
@@ -129,12 +129,14 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
                     helpers.append(asyncio.ensure_future(_feed(node, container, "", streams[-1])))
                 if size is not None:
                     helpers.append(asyncio.ensure_future(_follow_size(node, container, "", size)))
-                helpers.append(asyncio.ensure_future(lifecycle.tidy(node)))
+                sweep = asyncio.ensure_future(lifecycle.tidy(node))
+                helpers.append(sweep)
                 status = await streams[-1].unless_failed(lifecycle.wait(node, container))
                 if status is not None:
                     ended = True
                     signals.enough()
                     await streams[-1].drain(patient=lambda: not signals.caught)
+                signals.swept = sweep.done()
         finally:
             streams[-1].close()
             if wanted.remove:
@@ -258,6 +260,8 @@ class _Signals:
     def __init__(self, node: Node) -> None:
         self.node = node
         self.caught: list[int] = []
+        self.swept = False
+        """What killed programs left has been looked after meanwhile."""
         self._target: tuple[str, str] | None = None
         self._held: list[int] | None = None
         self._cancelled = False

@@ -13,7 +13,7 @@ from simulator.pushable import PushableRegistry, Repository
 from test_sign import KEYS, QUICK, image, public
 
 from weenv.core.digest import sha256
-from weenv.core.errors import FormatError, VerificationError
+from weenv.core.errors import FormatError, SourceError, VerificationError
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref import keys as keyring
 from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, encode, parse_bundle, parse_statement
@@ -441,6 +441,22 @@ async def test_malformed_rows_hide_no_other(referrers: bool) -> None:
             held.tags[referrers_tag(digest)] = sha256(data)
         location = parse_location(f"{sim.host}/t:1")
         assert await verify(client, location, [public(KEYS["ed25519"])], identity=["**"])
+
+
+@pytest.mark.parametrize("referrers", [True, False])
+async def test_a_layer_shorter_than_it_says_hides_no_other(referrers: bool) -> None:
+    async with PushableRegistry(referrers=referrers) as sim, RegistryClient(QUICK) as client:
+        digest = image(sim, "t", "1")
+        held, key = sim.repositories["t"], KEYS["ed25519"]
+        location = parse_location(f"{sim.host}/t:1")
+        for number in range(3):
+            lying = bundle_of(key, {**statement(digest), "x": number})
+            attach(held, digest, lying, listed={})
+            held.blobs[sha256(lying)] = lying[: len(lying) // 2]
+        with pytest.raises((VerificationError, SourceError)):
+            await verify(client, location, [public(key)], identity=["**"])
+        attach(held, digest, bundle_of(key, statement(digest)), listed={})
+        assert await verify(client, location, [public(key)], identity=["**"])
 
 
 @pytest.mark.parametrize("raw", NO_MANIFESTS)

@@ -21,7 +21,7 @@ from aiohttp import web
 
 from weenv.core.errors import ConfigError, NotFoundInSource, UnavailableError, WeenvError
 from weenv.core.log import printable
-from weenv.core.regular import read_whole
+from weenv.core.regular import read_whole, regular
 from weenv.environment.gateway.blobs import Blobs
 from weenv.environment.gateway.metrics import Metrics
 from weenv.environment.gateway.protocol import (
@@ -53,7 +53,7 @@ _SEND = 1 << 20
 def read_users(path: str) -> dict[str, str]:
     """``NAME:SECRET`` a line; empty lines and ``#`` lines do not count. Raises ConfigError, also where others may read it."""
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             mode = os.fstat(file.fileno()).st_mode
             if not stat.S_ISREG(mode) or mode & 0o077:
                 raise ConfigError(f"{path} can be read by others", hint=f"chmod 600 {path}")

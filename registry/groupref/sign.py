@@ -22,7 +22,15 @@ from typing import Any
 from urllib.parse import urlencode
 
 from weenv.core import digest as digests
-from weenv.core.errors import BadReference, ConfigError, FormatError, NotFoundInSource, VerificationError
+from weenv.core.errors import (
+    BadReference,
+    ConfigError,
+    FormatError,
+    NotFoundInSource,
+    SourceError,
+    UnavailableError,
+    VerificationError,
+)
 from weenv.registry.auth import scope_of
 from weenv.registry.client import RegistryClient
 from weenv.registry.endpoints import LayoutEnd, RegistryEnd
@@ -200,6 +208,7 @@ async def signatures(client: RegistryClient, location: Location, digest: str) ->
         found = [await _referrer(end, row, digest) for row in rows]
         groups.append([manifest for manifest in found if manifest is not None])
     result: list[Signature | Rejected] = []
+    away: UnavailableError | None = None
     subject = b""  # once for all that are over it
     for layer in (layer for group in groups for layer in _layers(group)):
         try:
@@ -210,8 +219,11 @@ async def signatures(client: RegistryClient, location: Location, digest: str) ->
             if bundle.statement is None and not subject:
                 subject = await _manifest(client, location, digest)
             result.append(bundle.over(subject))
-        except (FormatError, NotFoundInSource) as error:
+        except (FormatError, SourceError) as error:  # a layer that is shorter than it says must not hide the next one
+            away = error if isinstance(error, UnavailableError) else away
             result.append(Rejected(str(error)))
+    if away is not None and not any(isinstance(each, Signature) for each in result):
+        raise away
     return result
 
 
@@ -219,7 +231,9 @@ async def _referrer(end: LayoutEnd | RegistryEnd, row: Descriptor, digest: str) 
     """The manifest that a row names, where it is one that is about ``digest`` and may hold a signature."""
     try:
         found = parse_manifest(await end.manifest(row), row.media_type, row.digest)
-    except (FormatError, NotFoundInSource):
+    except UnavailableError:
+        raise
+    except (FormatError, SourceError):
         return None
     if not isinstance(found, Manifest) or found.subject is None or found.subject.digest != digest:
         return None

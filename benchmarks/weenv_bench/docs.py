@@ -87,7 +87,8 @@ _FIRST_READS = (
     "ahead by its ELF header, and fewer or more guesses at a time, were tried and changed nothing beyond the noise"
 )
 _WHY = {
-    "pull to end of series / overlayfs, zstd": "Near the limit either way: 0.51, 0.55 and 0.58 in three runs. " + _FIRST_READS,
+    "pull to end of series / overlayfs, zstd":
+        "Near the limit either way: 0.51, 0.55, 0.58 and 0.58 in four runs. " + _FIRST_READS,
     "the same / the work alone (overlayfs' own commands)": _FIRST_READS,
     "agent, all local, page cache cold / overlayfs":
         "One mapped program of 240 MB, read by page faults. A complete layer's mount has its disk's read-ahead, 1 MiB at most, "

@@ -110,7 +110,6 @@ class TailRepair:
                 await one.close()
         raise failure
 
-
     async def _make(self, one: BlobSource, layer: ForeignLayer, descriptor: LayerDescriptor) -> bytes:
         """A tail that was made of another format's TOC, made again; it is the same unless another version made it."""
         offset, toc = await fetch_toc(one, layer, deadline=self._deadline)

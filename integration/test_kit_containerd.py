@@ -25,7 +25,7 @@ def test_ctr_pulls_every_byte_and_runs(plain: Containerd, registry: Registry, st
     script = "seq 100000; echo why >&2; exit 3"
     everything = "".join(f"{number}\n" for number in range(1, 100_001))
     assert plain.run(ref, "sh", "-c", script, snapshotter="overlayfs", check=False) == everything
-    with pytest.raises(Failed, match="ended with 3: why$"):
+    with pytest.raises(Failed, match=r"ended with 3: why$"):
         plain.run(ref, "sh", "-c", script, snapshotter="overlayfs")
     with pytest.raises(Failed, match="no-such-program"):
         plain.run(ref, "no-such-program", snapshotter="overlayfs")
@@ -36,7 +36,7 @@ def test_containers_survive_a_restart_of_the_daemon(plain: Containerd, store: St
     container = plain.run_detached(ref, "sleep", "1000", snapshotter="overlayfs")
     plain.restart()
     assert plain.exec(container, "id", "-u") == "0\n"
-    with pytest.raises(Failed, match="ended with 4: why$"):
+    with pytest.raises(Failed, match=r"ended with 4: why$"):
         plain.exec(container, "sh", "-c", "echo why >&2; exit 4")
     plain.remove_container(container)
     assert container not in plain.snapshots("overlayfs")

@@ -203,7 +203,7 @@ def bench(module_bench: Bench, node: Node) -> Iterator[Bench]:
     """Nothing may be left by any test."""
     yield module_bench
     try:
-        wait_until("nothing to be left", lambda: not module_bench.left(), 10, 0.1)
+        wait_until("nothing to be left", lambda: not module_bench.left(), 60, 0.1)
     except Failed:
         assert module_bench.left() == {}
 

@@ -41,7 +41,7 @@ STAT = "import os, sys; print('go', flush=True); os.stat(sys.argv[1])"
 READ = "import sys; print('go', flush=True); open(sys.argv[1], 'rb').read(1)"
 
 
-def eventually(what: str, condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def eventually(what: str, condition: Callable[[], bool], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, what
@@ -79,7 +79,7 @@ def test_a_damaged_tail_is_fetched_again_while_its_readers_wait(blobfs: Blobfs) 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
     assert results == [SMALL.stream[777:5777]] * 16
     assert toc.read_bytes() == good
     assert toc.with_name("toc.damaged").read_bytes() == bad
@@ -133,7 +133,7 @@ def test_a_damaged_tail_without_a_source_is_an_error_of_that_layer_until_the_sou
 def test_a_reader_that_is_killed_while_a_tail_is_fetched_ends(home: str, code: str) -> None:
     path = f"{home}/parked{len(code)}"
     os.mkdir(path)
-    with running(path, deadline=60.0) as blobfs, socket.socket() as mute:
+    with running(path, deadline=300.0) as blobfs, socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(16)  # accepts and never answers
         directory = SMALL.install(path, Origin("registry", host=f"127.0.0.1:{mute.getsockname()[1]}", repository="no/answer"))
@@ -149,7 +149,7 @@ def test_a_reader_that_is_killed_while_a_tail_is_fetched_ends(home: str, code: s
             reader.stdout.readline()
             eventually("the request to wait", lambda: blobfs.status()["waiting"] > 0)
             reader.kill()
-            reader.wait(10)
+            reader.wait(60)
         eventually("the request to be let go", lambda: not blobfs.status()["waiting"])
 
 
@@ -372,7 +372,7 @@ def test_a_disk_on_the_brink_gives_every_reader_the_right_bytes(home: str) -> No
 def test_a_forced_stop_ends_readers_that_wait(home: str) -> None:
     path = f"{home}/forced"
     os.mkdir(path)
-    with running(path, deadline=60.0) as blobfs, socket.socket() as mute:
+    with running(path, deadline=300.0) as blobfs, socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen(16)
         SMALL.install(path, Origin("registry", host=f"127.0.0.1:{mute.getsockname()[1]}", repository="no/answer"))
@@ -391,7 +391,7 @@ def test_a_forced_stop_ends_readers_that_wait(home: str) -> None:
         assert daemon.stop(blobfs.config, force=True)
         # A detached mount ends with its last file: what waits in it is let go with the connection.
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
         assert len(failed) == 4
 

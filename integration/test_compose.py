@@ -135,7 +135,7 @@ def test_a_restart_keeps_it_and_removal_lets_containerd_collect_it(node: Node, g
     assert node.shell(image.name, "cat /testbed/full/above", "keep") == "y"
     node.containerd.remove_image(image.name, "keep")
     node.containerd.collect()
-    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "keep"), 20)
+    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "keep"), 60)
     assert not node.containerd.content("keep")
 
 
@@ -146,7 +146,7 @@ def test_a_layer_that_is_not_lazy_is_said_and_leaves_nothing(node: Node, groups:
     with pytest.raises(NotLazyError, match="not in the lazy format"):
         on(node, lambda ns: register(image, ns), "none")
     node.containerd.collect()
-    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "none"), 20)
+    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "none"), 60)
     assert not node.containerd.content("none")
 
 

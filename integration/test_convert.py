@@ -262,8 +262,8 @@ def test_interrupted_for_real(large: KitLayout, registry: Registry, home: str, t
             break
     began = time.monotonic()
     child.send_signal(signal.SIGINT)
-    _, errors = child.communicate(timeout=30)
-    assert time.monotonic() - began < 5
+    _, errors = child.communicate(timeout=60)
+    assert time.monotonic() - began < 30
     assert child.returncode != 0 and "KeyboardInterrupt" in errors
     assert list(scratch.iterdir()) == []
     assert registry._call("GET", "/v2/convert/interrupted/manifests/v1")[0] == 404
@@ -284,7 +284,7 @@ def test_killed_for_real(large: KitLayout, tmp_path: Path) -> None:
         if line.startswith("convert"):
             break
     child.kill()
-    child.communicate(timeout=30)
+    child.communicate(timeout=60)
     assert [name for name in os.listdir(target) if name.startswith(".weenv-")]
     assert json.loads((target / "index.json").read_text())["manifests"] == []
     run(*arguments)

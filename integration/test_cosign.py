@@ -79,11 +79,11 @@ def modern() -> Iterator[PushableRegistry]:
     thread.start()
     sim = PushableRegistry(referrers=True)
     try:
-        yield asyncio.run_coroutine_threadsafe(sim.__aenter__(), loop).result(30)
-        asyncio.run_coroutine_threadsafe(sim.__aexit__(None, None, None), loop).result(30)
+        yield asyncio.run_coroutine_threadsafe(sim.__aenter__(), loop).result(60)
+        asyncio.run_coroutine_threadsafe(sim.__aexit__(None, None, None), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
-        thread.join(30)
+        thread.join(60)
         loop.close()
 
 

@@ -212,7 +212,7 @@ def test_its_pod_serves_the_node_and_is_replaced_under_readers(kubelet: Kubelet,
     container = kubelet.start()
 
     kubelet.wait(container, lambda: serving(node))
-    wait_until("containerd to have found the socket", lambda: again(lambda: cri.pull(ref)), 30, 0.5)
+    wait_until("containerd to have found the socket", lambda: again(lambda: cri.pull(ref)), 60, 0.5)
     assert not [each for each in node.containerd.content("k8s.io") if each in layer_digests(registry, ref)], "it is lazy"
     pod = cri.run_pod("task")
     script = "until test -e /go; do sleep 0.05; done; cat /data/1 | sha256sum > /sum; sleep 1000"
@@ -229,7 +229,7 @@ def test_its_pod_serves_the_node_and_is_replaced_under_readers(kubelet: Kubelet,
     wait_until("the reader to have read on", lambda: os.path.getsize(f"{root}/sum") if os.path.exists(f"{root}/sum") else 0, 60)
     with open(f"{root}/sum") as file:
         assert file.read().split()[0] == hashlib.sha256(content[1:]).hexdigest()
-    other = wait_until("a container to start", lambda: again(lambda: cri.start_container(pod, ref, "sleep", "1000")), 30, 0.5)
+    other = wait_until("a container to start", lambda: again(lambda: cri.start_container(pod, ref, "sleep", "1000")), 60, 0.5)
     assert cri.exec(other, ["sh", "-c", "sha256sum < /data/2"]).split()[0] == hashlib.sha256(content[2:]).hexdigest()
     cri.remove_pod(pod)
     check_user_namespace(kubelet, ref)
@@ -241,7 +241,7 @@ def check_user_namespace(kubelet: Kubelet, ref: str) -> None:
     """What the daemons' pod mounts with mapped ids comes out of it with mapped ids."""
     node, cri = kubelet.node, kubelet.cri
     pod_network(node.containerd)
-    wait_until("the network to be known", lambda: cri.ready("NetworkReady"), 20, 0.1)
+    wait_until("the network to be known", lambda: cri.ready("NetworkReady"), 60, 0.1)
     ids = [SCHEMA["IDMapping"](host_id=300_000, container_id=0, length=65536)]
     options = SCHEMA["NamespaceOption"](network=NAMESPACE_POD, userns_options=SCHEMA["UserNamespace"](uids=ids, gids=ids))
     pod = cri.run_pod("mapped", options=options)

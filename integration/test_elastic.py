@@ -158,7 +158,7 @@ def test_a_killed_daemon_leaves_limits_and_goes_on_from_them(elastic: Elastic, b
 
 def test_a_second_daemon_refuses_to_start(elastic: Elastic, bench: Bench) -> None:
     command = [*tools.weenv(), "elastic", "serve", "--config", bench.config]
-    done = subprocess.run(command, capture_output=True, timeout=30, check=False)
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert done.returncode == 1
     assert b"another daemon of elastic provisioning" in done.stderr and done.stderr.count(b"\n") <= 2
 
@@ -267,7 +267,7 @@ def test_who_starts_waits_for_room_or_is_told_there_is_none(elastic: Elastic, be
     fourth = bench.popen("run", "--rm", large, "--", "echo", "in")
     wait_until("it to wait", lambda: elastic.top()["node"]["waiting"] == 1, LONG)
     fourth.send_signal(15)
-    fourth.communicate(timeout=30)
+    fourth.communicate(timeout=60)
     assert fourth.returncode != 0
     wait_until("its place to be given up", lambda: elastic.top()["node"]["waiting"] == 0, LONG)
     bench.ok("rm", "-f", third)

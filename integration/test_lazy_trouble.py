@@ -137,7 +137,7 @@ def test_an_unreachable_registry_is_an_error_in_time_and_heals(make_node: MakeNo
         begin = time.monotonic()
         with pytest.raises(Failed):
             node.containerd.exec(name, "sha256sum", "/data/1", namespace=namespace)
-        assert time.monotonic() - begin < 20, "EIO after the deadline, not a hang"
+        assert time.monotonic() - begin < 60, "EIO after the deadline, not a hang"
         assert node.containerd.exec(name, "echo", "alive", namespace=namespace) == "alive\n"
     finally:
         registry.start()
@@ -147,7 +147,7 @@ def test_an_unreachable_registry_is_an_error_in_time_and_heals(make_node: MakeNo
         out = node.containerd.exec(name, "sha256sum", "/data/1", namespace=namespace, check=False)
         return out.startswith(expected)
 
-    wait_until("reads to work again", healed, 30, 0.5)
+    wait_until("reads to work again", healed, 60, 0.5)
     node.containerd.remove_container(name, namespace)
 
 
@@ -243,7 +243,7 @@ def test_a_start_without_registry(make_node: MakeNode, home: str, registry: Regi
         unmount_under(f"{node.root}/m")  # half a reboot: the layers' mounts are gone, the container's own is not
         node.start()
         assert node.shell(own.ref, "sha256sum /data/x", namespace).split()[0] == known.split()[0]
-        assert time.monotonic() - begin < 15
+        assert time.monotonic() - begin < 60
         node.containerd.remove_container(name, namespace)
         node.containerd.purge(namespace, SNAPSHOTTER)
         wait_until("the layers to go", lambda: not node.layers())

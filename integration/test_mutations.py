@@ -136,8 +136,8 @@ def test_it_is_made_once_and_survives_a_restart_and_a_lost_layer_directory(node:
     assert node.shell(image.name, "cat kept", "keep") == "kept\n"
     node.containerd.remove_image(image.name, "keep")
     node.containerd.collect()
-    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "keep"), 20)
-    wait_until("the layer directory's end", lambda: image.layers[-1].ref.digest not in node.layers(), 20)
+    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "keep"), 60)
+    wait_until("the layer directory's end", lambda: image.layers[-1].ref.digest not in node.layers(), 60)
     third, made = start(node, wanted, "keep")
     assert made.made == 0, "the blob is still in the store"
     assert node.shell(third.name, "cat kept", "keep") == "kept\n"

@@ -142,7 +142,7 @@ async def connected(node: Node, handler: Handler, **settings: Any) -> AsyncItera
     plugin = NriPlugin(handler, NriConfig(socket=node.containerd.nri_socket, **settings), ElasticConfig())
     task = asyncio.ensure_future(plugin.run())
     try:
-        await asyncio.wait_for(plugin.synchronized.wait(), 30)
+        await asyncio.wait_for(plugin.synchronized.wait(), 60)
         yield plugin
     finally:
         task.cancel()
@@ -203,7 +203,7 @@ def test_the_daemon_raises_the_quota_of_a_busy_pod(node: Node, way: str) -> None
     with serving(node, "elastic", "serve", settings=settings) as process, node.pod(tiny) as pod, node.pod() as other:
         idle = node.start(other, cpu=0.25, memory=GIB)
         busy = node.cri.start_container(pod, node.image, "sh", "-c", "while :; do :; done", cpu=1.5, memory=GIB)
-        process.wait_ready(lambda: (node.limits(busy)[0] or 9.0) > 0.02, 30)
+        process.wait_ready(lambda: (node.limits(busy)[0] or 9.0) > 0.02, 60)
         cpu, memory = node.limits(busy)
         assert cpu is not None and cpu <= 1.5 and memory == 256 * MIB
         assert node.limits(idle) == (0.25, GIB)  # nobody asked for it
@@ -218,7 +218,7 @@ def test_nobody_waits_for_a_plugin_that_is_killed(node: Node) -> None:
             process.kill()
         begun = time.monotonic()
         assert node.limits(node.start(pod, cpu=2.0, memory=GIB)) == (2.0, GIB)
-        assert time.monotonic() - begun < 10
+        assert time.monotonic() - begun < 30
 
 
 async def test_what_exists_is_synchronized_and_what_happens_is_told(node: Node) -> None:

@@ -90,5 +90,5 @@ def test_servers_end_with_their_layers(node: Node, debian: tuple[str, str]) -> N
     had = set(servers(node).values())
     node.remove_image(ref, namespace)
     node.containerd.collect()
-    wait_until("the layers to go", lambda: not servers(node), 40)
+    wait_until("the layers to go", lambda: not servers(node), 60)
     wait_until("their servers to end", lambda: not had & set(processes_of(node.home)))

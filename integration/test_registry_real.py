@@ -314,7 +314,7 @@ async def test_tokens(home: str, blob: Blob) -> None:
     finally:
         await asyncio.to_thread(server.shutdown)
         server.server_close()
-        thread.join(5)
+        thread.join(60)
 
 
 async def test_tls(home: str, blob: Blob) -> None:

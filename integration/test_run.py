@@ -134,7 +134,7 @@ def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
     child = subprocess.Popen(bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", script), stdout=subprocess.PIPE)
     assert child.stdout is not None and child.stdout.readline() == b"up\n"
     child.send_signal(signal.SIGTERM)
-    assert child.wait(30) == 7 and child.stdout.read() == b"caught\n"
+    assert child.wait(60) == 7 and child.stdout.read() == b"caught\n"
     child.stdout.close()
     child = subprocess.Popen(
         bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", "trap '' INT; echo up; sleep 1000"), stdout=subprocess.PIPE
@@ -143,7 +143,7 @@ def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
     child.send_signal(signal.SIGINT)
     time.sleep(0.2)
     child.send_signal(signal.SIGINT)
-    assert child.wait(30) == 137
+    assert child.wait(60) == 137
     child.stdout.close()
 
 
@@ -155,7 +155,7 @@ def test_killed_caller_leaves_nothing_after_the_next_command(bench: Bench, after
     child.kill()
     child.wait()
     bench.ok("run", "--rm", bench.plan, "--", "true")
-    wait_until("the sweep", lambda: bench.ok("rm", "--sweep") is not None and not bench.left(), 15, 0.2)
+    wait_until("the sweep", lambda: bench.ok("rm", "--sweep") is not None and not bench.left(), 60, 0.2)
 
 
 PROGRAM = """
@@ -222,7 +222,7 @@ def test_a_daemon_left_behind_does_not_hold_up_the_result(bench: Bench) -> None:
         begin = time.monotonic()
         result = env.exec(["sh", "-c", "sleep 1000 & echo done"])
         assert (result.exit_code, result.stdout) == (0, b"done\n")
-        assert time.monotonic() - begin < 3
+        assert time.monotonic() - begin < 30
         assert "sleep 1000" in env.exec(["ps"]).text, "what a command that ended well left running goes on"
 
 
@@ -242,7 +242,7 @@ def test_a_timeout_kills_the_whole_tree(bench: Bench, how: str) -> None:
         begin = time.monotonic()
         result = env.exec(["sh", "-c", HIDING[how]], timeout=1.0)
         assert result.timed_out and result.exit_code == 137
-        assert time.monotonic() - begin < 15
+        assert time.monotonic() - begin < 60
         left = [line for line in env.exec(["ps"]).text.splitlines() if "sleep" in line or "{sh}" in line]
         assert not left
         assert env.exec(["echo", "fine"]).text == "fine\n"
@@ -454,7 +454,7 @@ def test_fifty_started_and_removed_leave_nothing(bench: Bench) -> None:
     asyncio.run(go())
     assert bench.left() == {}
     home = bench.node.containerd.home
-    wait_until("the shims to end", lambda: not [c for c in processes_of(home).values() if "containerd-shim" in c], 20)
+    wait_until("the shims to end", lambda: not [c for c in processes_of(home).values() if "containerd-shim" in c], 60)
 
 
 def test_a_plan_composed_is_known_to_the_next(bench: Bench, registry: Registry) -> None:

@@ -109,7 +109,7 @@ def test_logs_are_followed_to_the_end(bench: Bench) -> None:
     assert child.stdout is not None and child.stdout.readline() == b"first\n"
     assert child.poll() is None
     bench.ok("stop", name)
-    out, err = child.communicate(timeout=30)
+    out, err = child.communicate(timeout=60)
     assert (child.returncode, out, err) == (0, b"last\n", b"oops\n")
     bench.ok("rm", name)
 
@@ -119,7 +119,7 @@ def test_following_ends_by_a_signal_and_leaves_the_environment(bench: Bench) -> 
     child = bench.popen("logs", "-f", name)
     assert child.stdout is not None and child.stdout.readline() == b"up\n"
     child.send_signal(signal.SIGTERM)
-    assert child.wait(30) in (143, -signal.SIGTERM)
+    assert child.wait(60) in (143, -signal.SIGTERM)
     child.stdout.close()
     assert bench.ok("exec", name, "--", "echo", "there") == "there\n"
     bench.ok("rm", "-f", name)

@@ -83,7 +83,7 @@ def test_a_terminal_is_one_and_follows_ours(bench: Bench, terminal: Terminal) ->
     termios.tcsetwinsize(terminal.far, (20, 60))
     terminal.expect(b"size 20 60")
     terminal.type(b"\x03")  # read by the terminal inside, which interrupts what is in its foreground
-    assert child.wait(30) == 130
+    assert child.wait(60) == 130
     assert terminal.restored()
 
 
@@ -92,7 +92,7 @@ def test_the_size_is_right_from_the_beginning(bench: Bench, terminal: Terminal) 
     terminal.type(b"stty size; echo $((40 + 2)); exit 6\n")
     terminal.expect(b"33 101")
     terminal.expect(b"42")
-    assert child.wait(30) == 6 and terminal.restored()
+    assert child.wait(60) == 6 and terminal.restored()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT])
@@ -102,7 +102,7 @@ def test_signals_leave_the_terminal_as_it_was(bench: Bench, terminal: Terminal, 
     terminal.expect(b"ready")
     assert terminal.raw
     child.send_signal(number)
-    assert child.wait(30) == 9 and terminal.restored()
+    assert child.wait(60) == 9 and terminal.restored()
 
 
 def test_what_cannot_start_leaves_the_terminal_as_it_was(bench: Bench, terminal: Terminal) -> None:
@@ -115,9 +115,9 @@ def test_what_cannot_start_leaves_the_terminal_as_it_was(bench: Bench, terminal:
 
 def test_an_early_signal_leaves_the_terminal_as_it_was(bench: Bench, terminal: Terminal) -> None:
     child = terminal.start(bench.argv("run", "--rm", "-it", bench.plan, "--", "sleep", "1000"))
-    wait_until("raw mode", lambda: terminal.raw, 30, 0.001)
+    wait_until("raw mode", lambda: terminal.raw, 60, 0.001)
     child.send_signal(signal.SIGTERM)
-    wait_until("the end", lambda: child.poll() is not None, 30)
+    wait_until("the end", lambda: child.poll() is not None, 60)
     assert child.returncode in (143, 137) and terminal.restored()
 
 
@@ -126,7 +126,7 @@ def test_its_end_killed_from_elsewhere(bench: Bench, terminal: Terminal) -> None
     terminal.type(b"echo $((40 + 2))\n")
     terminal.expect(b"42")
     bench.ok("stop", "-t", "0", "seen")
-    assert child.wait(30) == 137 and terminal.restored()
+    assert child.wait(60) == 137 and terminal.restored()
     bench.ok("rm", "seen")
 
 
@@ -145,7 +145,7 @@ def test_added_commands_have_terminals_too(bench: Bench, terminal: Terminal, ini
         termios.tcsetwinsize(terminal.far, (44, 122))
         terminal.expect(b"size 44 122")
         terminal.type(b"\x03")
-        assert child.wait(30) == 130 and terminal.restored()
+        assert child.wait(60) == 130 and terminal.restored()
     finally:
         if not init:
             bench.ok("rm", "-f", name)

@@ -41,7 +41,7 @@ def seconds_of(bench: Bench, way: str) -> float:
     if way == "detached":
         bench.ok("rm", "-f", out.strip())
     # Of itself, or by its own command's sweep, "passing" may be gone already.
-    wait_until("nothing to be left", lambda: bench.ok("rm", "--sweep") is not None and not bench.left(), 30, 0.1)
+    wait_until("nothing to be left", lambda: bench.ok("rm", "--sweep") is not None and not bench.left(), 60, 0.1)
     return took
 
 
@@ -63,7 +63,7 @@ def test_killed_at_any_moment_nothing_is_left_after_the_next_command(bench: Benc
         if way in ("detached", "passing"):  # killed when it was its own already, it was not to be removed
             for name in bench.ok("ps", "-q").split():
                 bench.ok("rm", "-f", name)
-        wait_until("nothing to be left", lambda: not bench.left() or print(bench.left()), 10, 0.1)
+        wait_until("nothing to be left", lambda: not bench.left() or print(bench.left()), 60, 0.1)
 
 
 @soak
@@ -95,7 +95,7 @@ def test_a_signal_is_never_lost(bench: Bench) -> None:
             assert child.stdout is not None and child.stdout.readline() == b"up\n"
             begin = time.monotonic()
             child.send_signal(signal.SIGTERM)
-            assert child.wait(30) == 7 and time.monotonic() - begin < 9
+            assert child.wait(60) == 7 and time.monotonic() - begin < 9
             child.stdout.close()
 
 
@@ -108,7 +108,7 @@ def test_other_signals_go_through(bench: Bench) -> None:
         child.send_signal(signal.SIGUSR1)
         assert child.stdout.readline() == b"one\n"
         child.send_signal(signal.SIGUSR2)
-        assert child.wait(30) == 8
+        assert child.wait(60) == 8
         child.stdout.close()
 
 
@@ -118,7 +118,7 @@ def test_nohup_is_respected(bench: Bench) -> None:
     child = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL)
     assert child.stdout is not None and child.stdout.readline() == b"up\n"
     child.send_signal(signal.SIGHUP)
-    assert child.wait(30) == 3
+    assert child.wait(60) == 3
     child.stdout.close()
 
 
@@ -179,7 +179,7 @@ def test_killed_while_it_composes_nothing_is_left_after_the_next_command(bench: 
         os.kill(bench.node.snapshotter.pid, signal.SIGCONT)
     assert leases_of(bench)
     bench.ok("rm", "--sweep")
-    wait_until("nothing to be left", lambda: not bench.left(), 10, 0.1)
+    wait_until("nothing to be left", lambda: not bench.left(), 60, 0.1)
     assert bench.ok("run", "--rm", str(plan), "--", "echo", "there") == "there\n"
 
 
@@ -205,7 +205,7 @@ def test_the_first_process_of_a_task_given_up_is_ended(bench: Bench) -> None:
         with open(f"{folder}/cgroup.procs", "w") as file:
             file.write(str(child.pid))
     orphans.end("another", name, group)
-    assert child.wait(10) == -signal.SIGKILL
+    assert child.wait(60) == -signal.SIGKILL
     assert not any(os.path.exists(folder) for folder in folders) and os.path.isdir(state)
     orphans.end(bench.loaded.run.namespace, name, group)
     assert not os.path.exists(state)
@@ -235,7 +235,7 @@ def test_a_slow_reader_gets_everything(bench: Bench, way: str) -> None:
         if count > size - 100_000:
             time.sleep(0.1)  # and slower at the end, when the process has ended long before
     assert (count, tail) == (size + 3, b"xxxxxxxend")
-    assert child.stderr.read() == b"err" and child.wait(30) == 4
+    assert child.stderr.read() == b"err" and child.wait(60) == 4
     child.stdout.close()
     child.stderr.close()
 
@@ -247,7 +247,7 @@ def test_a_reader_that_goes_ends_it(bench: Bench, way: str) -> None:
     assert child.stdout is not None and child.stderr is not None
     assert os.read(child.stdout.fileno(), 2) == b"y\n"
     child.stdout.close()
-    assert child.wait(30) == 141 and child.stderr.read() == b""
+    assert child.wait(60) == 141 and child.stderr.read() == b""
     child.stderr.close()
 
 
@@ -256,10 +256,10 @@ def test_a_reader_that_goes_ends_it(bench: Bench, way: str) -> None:
 def test_signals_and_limits_hold_while_nobody_reads(bench: Bench, way: str) -> None:
     child = bench.popen(*WAYS[way], bench.plan, "--", "sh", "-c", "trap 'exit 5' TERM; while :; do echo yes; done")
     assert child.stdout is not None and os.read(child.stdout.fileno(), 1)
-    wait_until("the pipe to be full", lambda: _full(child.stdout), 30, 0.05)  # type: ignore[arg-type]
+    wait_until("the pipe to be full", lambda: _full(child.stdout), 60, 0.05)  # type: ignore[arg-type]
     child.send_signal(signal.SIGINT)
     child.send_signal(signal.SIGTERM)
-    wait_until("the environment's end", lambda: not bench.ok("ps", "-q").split(), 30)
+    wait_until("the environment's end", lambda: not bench.ok("ps", "-q").split(), 60)
     assert child.wait(60) in (5, 137, 130)  # 130: told to end twice, once when only the reader was waited for
     child.stdout.close()
 
@@ -279,7 +279,7 @@ def test_a_timeout_comes_though_nobody_reads(bench: Bench) -> None:
     name = bench.ok("run", "-d", "--idle", bench.plan).strip()
     child = bench.popen("exec", "--timeout", "1", name, "--", "sh", "-c", "while :; do echo yes; done")
     assert child.stdout is not None
-    wait_until("the command's end", lambda: "echo yes" not in bench.ok("exec", name, "--", "ps"), 30)
+    wait_until("the command's end", lambda: "echo yes" not in bench.ok("exec", name, "--", "ps"), 60)
     reader = threading.Thread(target=child.stdout.read)
     reader.start()
     assert child.wait(60) == 124

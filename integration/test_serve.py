@@ -164,7 +164,7 @@ def test_a_killed_supervisor_takes_its_daemons_along_and_the_next_one_goes_on(
     assert node.supervisor is not None
     daemons = [node.daemon(name) for name in DAEMONS]
     node.supervisor.kill()
-    wait_until("the daemons to end", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in daemons), 30)
+    wait_until("the daemons to end", lambda: not any(os.path.exists(f"/proc/{pid}") for pid in daemons), 60)
     fresh.go()
     node.start_daemons()
     assert fresh.result() == expected

@@ -200,7 +200,7 @@ def test_a_pod_in_a_user_namespace(node: Node, store: Store, registry: Registry)
     options = SCHEMA["NamespaceOption"](network=NAMESPACE_POD, userns_options=SCHEMA["UserNamespace"](uids=ids, gids=ids))
     with node.cri() as cri:
         cri.pull(ref)
-        wait_until("the network to be known", lambda: cri.ready("NetworkReady"), 20, 0.1)
+        wait_until("the network to be known", lambda: cri.ready("NetworkReady"), 60, 0.1)
         pod = cri.run_pod("userns", options=options)
         try:
             for _ in range(2):

@@ -93,7 +93,7 @@ class Held:
 
     def __call__(self, fd: int, buffers: list[memoryview], offset: int) -> int:
         self.entered.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         return self._real(fd, buffers, offset)
 
 
@@ -104,7 +104,7 @@ async def test_what_a_thread_is_about_to_read_is_not_evicted_before_it_has(
     monkeypatch.setattr(os, "preadv", held)
     kernel.server.start(1)
     kernel.ask(0, 100_000)
-    assert held.entered.wait(20)
+    assert held.entered.wait(60)
     done: list[int] = []
     eviction = threading.Thread(target=lambda: done.append(kernel.evict([0, 1, 2])))
     eviction.start()
@@ -113,7 +113,7 @@ async def test_what_a_thread_is_about_to_read_is_not_evicted_before_it_has(
     assert not any(kernel.layer.presence.states[:3])
     held.go.set()
     assert kernel.answer() == LAYER.stream[:100_000]
-    eviction.join(20)
+    eviction.join(60)
     assert done == [3]
     assert os.pread(kernel.layer.store.fd, 4096, 4096) == bytes(4096)
 
@@ -132,7 +132,7 @@ async def test_a_thread_that_never_ends_keeps_the_frames(kernel: Kernel, monkeyp
     monkeypatch.setattr(os, "preadv", held)
     kernel.server.start(1)
     kernel.ask(0, 4096)
-    assert held.entered.wait(20)
+    assert held.entered.wait(60)
     assert kernel.evict([0, 1]) == 0
     assert all(kernel.layer.presence.states)
     held.go.set()

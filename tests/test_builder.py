@@ -19,4 +19,4 @@ def test_a_daemon_that_is_gone_is_no_error_of_the_nursery() -> None:
         process.stdin.write(request.encode() + b"\n")
         process.stdin.close()
         assert process.stderr.read() == b""  # at the end of which its child has ended, too
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0

@@ -182,7 +182,7 @@ def test_imports_that_are_wrong_or_without_end_are_one_finding(tmp_path: Path, f
     began = time.monotonic()
     states, said = of_files(tmp_path, files)
     assert states == {"containerd config": "fail"} and word in said
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < 60
 
 
 def test_a_configuration_that_is_not_utf_8_or_not_there(tmp_path: Path) -> None:

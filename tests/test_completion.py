@@ -45,7 +45,7 @@ class Case:
             self.layer.presence.mark(frame)
 
     async def until(self, verdict: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.layer.presence.verdict != verdict:
                 await asyncio.sleep(0.02)
 
@@ -123,7 +123,7 @@ async def test_data_that_is_cut_while_it_is_hashed_is_missing_then(tmp_path: Pat
     case.store()
     os.truncate(tmp_path / "data", 1 << 20)
     task = asyncio.create_task(case.completion.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not case.layer.presence.missing:
             await asyncio.sleep(0.02)
     assert case.layer.presence.verdict == UNCHECKED

@@ -70,7 +70,7 @@ def test_following_goes_on_into_the_next_file(tmp_path: Path) -> None:
         journal.flush()
         while len(found) <= number and not done.wait(0.01) and seen < 1000:
             seen += 1
-    thread.join(20)
+    thread.join(60)
     journal.close()
     assert done.is_set() and found == list(range(10))
 

@@ -292,7 +292,7 @@ def test_who_opens_the_file_meanwhile_waits_and_sees_the_marks(disk: Disk) -> No
         return True
 
     assert disk.drop([1, 2], quiet=quiet).frames == 2
-    threads[0].join(10)
+    threads[0].join(60)
     assert order == ["quiet", "open with 2 missing"]
 
 
@@ -331,7 +331,7 @@ def test_another_thread_that_asks_does_not_give_back_the_lease(disk: Disk) -> No
         return True
 
     assert disk.drop([1, 2], quiet=quiet).frames == 2
-    threads[0].join(10)
+    threads[0].join(60)
 
 
 def test_a_slow_eviction_that_nobody_waits_for_goes_on(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,7 +84,7 @@ class Bench:
         presence = Presence.open(str(path), frames.content_sizes, size)
         self.content = layer.stream
         self.layer = FetchLayer("layer", frames, presence, DataStore.open(str(path / "data"), size), sources)
-        values = {"backoff": 0.01, "backoff_max": 0.05, "deadline": 5.0, "refuse": 0.2, **settings}
+        values = {"backoff": 0.01, "backoff_max": 0.05, "deadline": 30.0, "refuse": 0.2, **settings}
         self.fetcher = Fetcher(verify_frame, FetchSettings(**values))  # type: ignore[arg-type]
 
     async def get(self, *frames: int, ahead: tuple[int, ...] = ()) -> bytes:
@@ -164,14 +164,14 @@ async def test_the_first_frame_is_answered_before_the_range_has_ended(tmp_path: 
 
     source = Slow(LAYER.blob)
     async with bench(tmp_path, source) as b:
-        await asyncio.wait_for(b.get(0, ahead=(1, 2, 3)), 2)
+        await asyncio.wait_for(b.get(0, ahead=(1, 2, 3)), 60)
         assert len(source.requests) == 1
         rest = asyncio.ensure_future(b.get(3))
         await asyncio.sleep(0.05)
         assert not rest.done()
         gate.set()
         await rest
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while sum(b.fetcher.stats.frames) < 4:  # counted when stored, which is after the answer
                 await asyncio.sleep(0.01)
         assert b.fetcher.stats.frames == [2, 2, 0]  # frame 3 was promoted while it was on its way
@@ -268,7 +268,7 @@ async def test_the_latest_guess_is_fetched_first_whoever_made_it(tmp_path: Path)
         b.fetcher.want(b.layer, [40, 41], FILL)
         await b.get(0, ahead=(30, 31))
         b.fetcher.want(b.layer, [50, 51], AHEAD)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while b.layer.flights:
                 await asyncio.sleep(0.01)
         asked = [frame for frame in source.frames_asked() if frame not in (0, 10)]
@@ -328,28 +328,30 @@ async def test_failures_are_retried_until_the_source_is_back(tmp_path: Path) -> 
     outage = Outage()
     source = SimulatedSource(LAYER.blob, fault=outage)
     async with bench(tmp_path, source) as b:
+        began = time.monotonic()
         waiting = asyncio.ensure_future(b.get(0, 1))
-        await asyncio.sleep(0.1)
+        while len(source.requests) < 3:
+            await asyncio.sleep(0.01)
         assert not waiting.done()
         outage.down = False
         await waiting
-        assert 3 <= len(source.requests) <= 15
+        assert len(source.requests) <= 5 + (time.monotonic() - began) / 0.005, "there are pauses, the shortest half of 0.01 s"
 
 
 async def test_who_waits_for_his_next_try_is_woken_when_the_source_is_back(tmp_path: Path) -> None:
     """After a long outage pauses are long; the first frame that arrives ends them all."""
     outage = Outage()
     source = SimulatedSource(LAYER.blob, fault=outage)
-    async with bench(tmp_path, source, backoff=4.0, backoff_max=8.0, deadline=30.0, range_max=1) as b:
+    async with bench(tmp_path, source, backoff=40.0, backoff_max=80.0, deadline=300.0, range_max=1) as b:
         waiting = [asyncio.ensure_future(b.get(frame)) for frame in range(0, 20, 2)]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while len(b.fetcher._paused) < 10:
                 await asyncio.sleep(0.01)
         outage.down = False
         began = time.monotonic()
         await b.get(30)
         await asyncio.gather(*waiting)
-        assert time.monotonic() - began < 1.5, "none has waited for its own two to four seconds"
+        assert time.monotonic() - began < 15, "none has waited for its own twenty to forty seconds"
         assert not b.fetcher._paused
 
 
@@ -362,7 +364,7 @@ async def test_an_unreachable_source_costs_the_deadline_and_no_more(tmp_path: Pa
         with pytest.raises(OSError) as caught:
             await b.get(0)
         assert caught.value.errno == errno.EIO
-        assert 0.2 <= time.monotonic() - began < 2
+        assert 0.2 <= time.monotonic() - began < 20
         assert b.fetcher.demanded == 0
         assert not b.layer.flights
 
@@ -372,13 +374,14 @@ async def test_those_who_wait_behind_sources_that_hang_get_the_deadline_as_well(
         began = time.monotonic()
         results = await asyncio.gather(*(b.get(frame) for frame in range(1, 20, 2)), b.get(0), return_exceptions=True)
         assert sum(isinstance(result, OSError) for result in results) == 10 or all(isinstance(r, OSError) for r in results)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 async def test_no_source_at_all_fails_at_once(tmp_path: Path) -> None:
     async with bench(tmp_path) as b:
-        with pytest.raises(OSError):
-            await asyncio.wait_for(b.get(0), 2)
+        with pytest.raises(OSError) as caught:
+            await asyncio.wait_for(b.get(0), 60)
+        assert caught.value.errno == errno.EIO, "not that of wait_for"
 
 
 async def test_read_ahead_that_fails_tells_nobody_and_is_tried_again_on_demand(tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ async def test_a_layer_in_use_is_completed_and_one_that_is_not_is_left_alone(tmp
     filler = Filler(config, fetcher, lambda: [used, unused])
     began = time.monotonic()
     task = asyncio.create_task(filler.run())
-    for _ in range(200):
+    for _ in range(1200):
         await asyncio.sleep(0.05)
         if used.complete:
             break

@@ -135,7 +135,7 @@ async def test_complete_layers_are_checked_by_their_chunks(
     at = int(index.frames.content_offsets[-2]) + 600
     store(stream[:at] + bytes([stream[at] ^ 1]) + stream[at + 1 :])
     task = asyncio.create_task(completion.run())
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not layer.presence.missing:
             await asyncio.sleep(0.02)
         missing = [frame for frame, state in enumerate(layer.presence.states) if not state]

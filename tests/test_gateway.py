@@ -300,7 +300,7 @@ async def test_what_upstream_does_wrong(tmp_path: Path) -> None:
             with pytest.raises((aiohttp.ClientError, TimeoutError)):
                 async with asyncio.timeout(1):
                     await gw.ask(f"{name}/blobs/{digest}")
-            assert time.monotonic() - tables_deadline < 10
+            assert time.monotonic() - tables_deadline < 25
 
 
 async def test_no_open_proxy(tmp_path: Path) -> None:

@@ -434,9 +434,9 @@ async def test_a_client_that_goes_away_cancels_its_request(tmp_path: object) -> 
     hang = Hang()
     async with serving(f"{tmp_path}/s", hang=hang) as (_, channel):
         call = channel.unary_unary("/s/hang")(b"")
-        await asyncio.wait_for(hang.begun.wait(), 5)
+        await asyncio.wait_for(hang.begun.wait(), 60)
         call.cancel()
-        await asyncio.wait_for(hang.ended.wait(), 5)
+        await asyncio.wait_for(hang.ended.wait(), 60)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await channel.unary_unary("/s/hang")(b"", timeout=0.1)
         assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
@@ -462,7 +462,7 @@ async def test_stopping_lets_requests_end_and_cancels_those_that_do_not(tmp_path
     hang = Hang()
     async with serving(f"{tmp_path}/s", hang=hang) as (server, channel):
         call = channel.unary_unary("/s/hang")(b"")
-        await asyncio.wait_for(hang.begun.wait(), 5)
+        await asyncio.wait_for(hang.begun.wait(), 60)
         await server.stop(0.05)
         assert hang.ended.is_set()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -474,7 +474,7 @@ async def test_a_client_that_speaks_something_else(tmp_path: object, caplog: pyt
     async with serving(f"{tmp_path}/s") as (server, channel):
         reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/s")
         writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), 60)
         assert frames(answer)[-1][0] == h2.GOAWAY
         writer.close()
         await writer.wait_closed()

@@ -115,7 +115,7 @@ def test_no_further_layer_is_opened_while_all_are_busy_and_too_large(tmp_path: P
     waiting.join(0.2)
     assert waiting.is_alive() and not results
     first.flights.clear()
-    waiting.join(20)
+    waiting.join(60)
     assert len(results) == 1
     assert is_open(found)[:2] == [False, True]
 

@@ -125,10 +125,10 @@ def test_scrapers_get_the_format_that_they_ask_for() -> None:
         ask = urllib.request.Request(
             f"http://127.0.0.1:{endpoint.port}/metrics", headers={"Accept": "application/openmetrics-text; version=1.0.0"}
         )
-        with urllib.request.urlopen(ask, timeout=5) as answer:
+        with urllib.request.urlopen(ask, timeout=60) as answer:
             assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
             new = {family.name for family in text_string_to_metric_families(answer.read().decode())}
-        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=5) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=60) as answer:
             old = {family.name for family in old_families(answer.read().decode())}
         assert "weenv_snapshotter_fallbacks" in new and "weenv_snapshotter_fallbacks" in old
     finally:

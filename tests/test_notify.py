@@ -74,7 +74,7 @@ def test_descriptors_are_kept_once_the_manager_has_read_the_barrier(manager: soc
     assert asking.is_alive()  # the barrier's descriptor is still open here
     for _, fds in got:
         os.close(fds[0])
-    asking.join(10)
+    asking.join(60)
     assert answers == [True]
     os.close(ours)
     os.close(theirs)

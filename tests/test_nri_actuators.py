@@ -216,4 +216,4 @@ async def test_nri_over_the_connection_of_a_launched_plugin() -> None:
     peer.reply(stream)
     await asked
     await peer.finish()
-    assert await asyncio.wait_for(task, 5) == "the runtime closed the connection"
+    assert await asyncio.wait_for(task, 60) == "the runtime closed the connection"

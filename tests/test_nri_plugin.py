@@ -252,7 +252,7 @@ async def test_an_update_by_its_owner(tmp_path: Path) -> None:
 
 
 async def wait_for(check: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not check():
             await asyncio.sleep(0.005)
 
@@ -275,7 +275,7 @@ async def test_a_slow_handler_lets_the_container_through_and_the_connection_stay
         assert not answer.HasField("adjust")
         assert asyncio.get_running_loop().time() - begun < 1.5
         assert it.plugin.counts.late == 1 and "was not decided within 0.1 s, and is let through" in caplog.text
-        await asyncio.wait_for(cancelled.wait(), 5)
+        await asyncio.wait_for(cancelled.wait(), 60)
         it.handler.act = None
         assert (await create(peer, container("b", cpu_start="1"))).HasField("adjust")
         assert it.plugin.synchronized.is_set()
@@ -501,7 +501,7 @@ async def launched(handler: Handler, version: str, config: str = "") -> tuple[st
         await peer.start(container("x"), version=version, config=config)
     connections = plugin.counts.connections
     await peer.finish()
-    return await asyncio.wait_for(task, 5), plugin, connections
+    return await asyncio.wait_for(task, 60), plugin, connections
 
 
 async def test_launched_by_the_runtime() -> None:

@@ -124,7 +124,7 @@ class Server:
 
     def wait(self, request: Any, context: Any) -> Any:
         self.namespaces.append(dict(context.invocation_metadata())["containerd-namespace"])
-        assert self.release.wait(20)
+        assert self.release.wait(60)
         return SCHEMA["WaitResponse"](exit_status=len(request.container_id))
 
     def get(self, request: Any, context: Any) -> Any:

@@ -413,7 +413,7 @@ def test_commit_takes_the_field_of_newer_clients() -> None:
 async def ready(core: Snapshotter, count: int) -> None:
     """Until just ``count`` directories are made ahead; no more are made then."""
     spares = core._spares
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while spares._filling or len(spares) < count:
             if not spares._filling:
                 spares.fill()

@@ -50,7 +50,7 @@ async def test_a_header_that_drips_is_given_up_in_time(tmp_path: Path, sent: byt
     async with server:
         async with RegistryClient(config, StaticCredentials({})) as client:
             began = asyncio.get_running_loop().time()
-            async with asyncio.timeout(8):
+            async with asyncio.timeout(60):
                 with pytest.raises((UnavailableError, SourceError)) as caught:
                     await client.get_manifest(parse_reference(f"{host}/a:1"))
             assert asyncio.get_running_loop().time() - began < 5

@@ -67,7 +67,7 @@ def test_doctor_tells_of_them(
     monkeypatch.setattr(mounts, "mounts_below", lambda _path: {blobs: None})
     thread = serve(tmp_path / "s", answer)
     found = doctor._blobs(blobs, str(tmp_path / "s"))[0]
-    thread.join(10)
+    thread.join(60)
     assert found.state == state
     assert seen in found.seen
     assert blobfs_status(str(tmp_path / "s")) is None  # nobody answers any more
@@ -104,6 +104,6 @@ def test_one_that_listens_and_does_not_answer_is_not_none(tmp_path: Path, answer
             with client:
                 client.recv(1000)
                 client.sendall(answer)
-            assert asked.result(30) == (None, [f"blobfs listens at {path} and does not answer"])
+            assert asked.result(60) == (None, [f"blobfs listens at {path} and does not answer"])
         with connected(path, 5), pytest.raises(UnavailableError, match="does not answer"):  # which fills its queue
             ask(path, {"op": "status"}, patience=0.05)

@@ -20,7 +20,7 @@ def in_thread(work: Callable[[], None]) -> threading.Thread:
 
 
 async def ended(streams: Streams) -> None:
-    await asyncio.wait_for(asyncio.gather(*(reader.ended for reader in streams.readers)), 10)
+    await asyncio.wait_for(asyncio.gather(*(reader.ended for reader in streams.readers)), 60)
 
 
 async def test_everything_arrives_and_the_files_go(tmp_path: Path) -> None:
@@ -110,10 +110,10 @@ async def test_input_waits_for_its_reader_and_never_breaks(tmp_path: Path) -> No
 
     await asyncio.sleep(0)
     thread = in_thread(shim)
-    await asyncio.wait_for(streams.writer.write(data), 10)
+    await asyncio.wait_for(streams.writer.write(data), 60)
     thread.join()
     assert got == data
-    await asyncio.wait_for(streams.writer.write(data), 10)  # nobody reads any more
+    await asyncio.wait_for(streams.writer.write(data), 60)  # nobody reads any more
     await streams.writer.end()
     streams.close()
 
@@ -135,7 +135,7 @@ async def test_input_that_ends_before_the_shim_has_come_is_not_lost(tmp_path: Pa
         with open(streams.stdio.stdin, "rb") as reader:
             return reader.read()
 
-    assert await asyncio.wait_for(asyncio.to_thread(shim), 10) == b"early"
+    assert await asyncio.wait_for(asyncio.to_thread(shim), 60) == b"early"
     await feeding
     streams.close()
 
@@ -181,7 +181,7 @@ async def test_a_reader_that_has_gone_is_told_of_at_once(tmp_path: Path) -> None
     while streams.readers[0].read < 65536 or (os.write(writer, b"x") and streams.readers[0].blocked is None):
         await asyncio.sleep(0.001)
     os.close(far)
-    assert await asyncio.wait_for(streams.unless_failed(forever()), 10) is None
+    assert await asyncio.wait_for(streams.unless_failed(forever()), 60) is None
     with pytest.raises(BrokenPipeError):
         streams.raise_error()
     streams.close()

@@ -61,7 +61,7 @@ class Blobfs:
         """Send the server a signal and wait until it is gone."""
         assert self.process is not None
         self.process.send_signal(number)
-        code = self.process.wait(20)
+        code = self.process.wait(60)
         assert self.process.stdout is not None
         self.process.stdout.close()
         self.process = None
@@ -102,11 +102,11 @@ def running(path: str, **settings: Any) -> Iterator[Blobfs]:
     finally:
         daemon.stop(blobfs.config, force=True)
         if blobfs.process is not None:
-            assert blobfs.process.wait(20) == 0, blobfs.log()
+            assert blobfs.process.wait(60) == 0, blobfs.log()
             assert blobfs.process.stdout is not None
             blobfs.process.stdout.close()
     assert not os.path.ismount(blobfs.config.mountpoint)
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while os.path.exists(blobfs.config.holder_socket) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not os.path.exists(blobfs.config.holder_socket)
@@ -114,7 +114,7 @@ def running(path: str, **settings: Any) -> Iterator[Blobfs]:
 
 def completes(layer_dir: str) -> bool:
     """True once every frame is stored: readers are answered before the disk has it."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not is_complete(layer_dir) and time.monotonic() < deadline:
         time.sleep(0.01)
     return is_complete(layer_dir)

@@ -144,7 +144,7 @@ class Containerd:
         with grpc.insecure_channel(f"unix:{self.socket}") as channel:
             status = channel.unary_unary("/runtime.v1.RuntimeService/Status", bytes, bytes)
             try:
-                status(b"", timeout=5)
+                status(b"", timeout=20)
             except grpc.RpcError:
                 return False
         return True
@@ -387,7 +387,7 @@ class Containerd:
         for image in self.ctr("images", "ls", "-q", namespace=namespace).split():
             self.remove_image(image, namespace)
         self.collect()
-        wait_until(f"snapshots of {namespace} to be collected", lambda: not self.snapshots(snapshotter, namespace), 30)
+        wait_until(f"snapshots of {namespace} to be collected", lambda: not self.snapshots(snapshotter, namespace))
 
 
 def _hierarchies() -> list[str]:

@@ -103,7 +103,7 @@ class Dockerd:
     def _serves(self) -> bool:
         if not connects(self.socket):
             return False
-        with contextlib.closing(docker.APIClient(f"unix://{self.socket}", version="1.40", timeout=10)) as api:
+        with contextlib.closing(docker.APIClient(f"unix://{self.socket}", version="1.40", timeout=30)) as api:
             try:
                 return bool(api.ping())
             except (OSError, docker.errors.APIError):
@@ -112,7 +112,7 @@ class Dockerd:
     def stop(self) -> None:
         """Stop the daemon as an init system does: its containers go too, unless ``live_restore``. Raises Failed."""
         if self._process is not None:
-            code = self._process.stop(30)
+            code = self._process.stop()
             self._process = None
             if code != 0:
                 raise Failed(f"dockerd ended with {code} on SIGTERM:\n{self.log_text()[-3000:]}")
@@ -135,7 +135,7 @@ class Dockerd:
                     with contextlib.suppress(docker.errors.APIError):
                         container.remove(force=True, v=True)
         if self._process is not None:
-            self._process.stop(30)
+            self._process.stop()
             self._process = None
         end_processes(processes_of(self.home))
         unmount_under(self.home)

@@ -125,7 +125,7 @@ def installed() -> None:
     with open("/sys/fs/cgroup/weenv.slice/memory.min") as file:
         assert int(file.read()) == 256 << 20
     assert "weenv" in ctr("plugins", "ls")
-    with urllib.request.urlopen("http://127.0.0.1:5050/v2/", timeout=20) as answer:
+    with urllib.request.urlopen("http://127.0.0.1:5050/v2/", timeout=60) as answer:
         assert answer.status == 200
     say("installed: all daemons told that they are ready")
     assert weenv("install") == "weenv is installed as it should be: nothing was changed\n"
@@ -176,7 +176,7 @@ def survives(name: str, registry: Registry) -> None:
     say(f"systemd {run('systemctl', '--version').split()[1]} keeps {kept} descriptors")
     os.kill(registry.pid, signal.SIGSTOP)
     reader = Reader(name, 0)
-    wait_until("a reader to wait", waiting, 30)
+    wait_until("a reader to wait", waiting)
     old = pid("blobfs")
     victims = [old, *processes_of("blobfs.holder")] if kept else [old]
     for victim in victims:
@@ -197,7 +197,7 @@ def survives(name: str, registry: Registry) -> None:
     os.close(lock)
     wait_until("another snapshotter", lambda: pid("snapshotter") not in (0, old) and active("snapshotter"), 60)
     listed = ("snapshots", "--snapshotter", "weenv", "ls")  # before it was greeted it may have given up, and tries again
-    wait_until("containerd to have it again", lambda: run("/usr/local/bin/ctr", *listed, check=False).count("\n") > 2, 15)
+    wait_until("containerd to have it again", lambda: run("/usr/local/bin/ctr", *listed, check=False).count("\n") > 2)
     Reader(name, 1).ends_well()
     say("killed: the snapshotter; the next one greets who comes while it starts, and containerd has it again")
 

@@ -163,7 +163,7 @@ class Bench:
     def nothing_left(self, namespace: str) -> None:
         containerd = self.node.containerd
         containerd.collect()
-        wait_until("the collection", lambda: not containerd.snapshots(SNAPSHOTTER, namespace), 20)
-        wait_until("the collection of content", lambda: not containerd.content(namespace), 20)
+        wait_until("the collection", lambda: not containerd.snapshots(SNAPSHOTTER, namespace))
+        wait_until("the collection of content", lambda: not containerd.content(namespace))
         assert not containerd.ctr("leases", "ls", "-q", namespace=namespace).split()
         assert not self.working()

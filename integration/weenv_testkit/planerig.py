@@ -133,7 +133,7 @@ def rigged(name: str, path: str, **settings: Any) -> Iterator[Rig]:
     rig: Rig | None = None
     try:
         with blobfsproc.running(path, **settings) as blobfs:
-            asyncio.run_coroutine_threadsafe(builder.__aenter__(), loop).result(20)
+            asyncio.run_coroutine_threadsafe(builder.__aenter__(), loop).result(60)
             try:
                 rig = Rig(name, blobfs, loop, builder)
                 yield rig
@@ -143,7 +143,7 @@ def rigged(name: str, path: str, **settings: Any) -> Iterator[Rig]:
                         mounts.detach(target)
                 if rig is not None:
                     rig.close_plane()
-                asyncio.run_coroutine_threadsafe(builder.__aexit__(), loop).result(20)
+                asyncio.run_coroutine_threadsafe(builder.__aexit__(), loop).result(60)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join()

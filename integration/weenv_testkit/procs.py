@@ -20,7 +20,7 @@ class Failed(Exception):
     """A program of the kit failed; the text holds the end of its log."""
 
 
-def wait_until(what: str, check: Callable[[], T], timeout: float = 20, interval: float = 0.02) -> T:
+def wait_until(what: str, check: Callable[[], T], timeout: float = 60, interval: float = 0.02) -> T:
     """Call ``check`` until it returns something true; that value. Raises Failed after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while True:
@@ -111,7 +111,7 @@ class Process:
         if number == signal.SIGKILL:
             self._child.wait()
 
-    def stop(self, timeout: float = 15) -> int:
+    def stop(self, timeout: float = 60) -> int:
         """SIGTERM, then SIGKILL after ``timeout`` seconds. Returns the exit status; never raises."""
         if self.alive():
             self.kill(signal.SIGTERM)
@@ -183,7 +183,7 @@ def children_of(parents: Iterable[int]) -> set[int]:
     return found - set(parents)
 
 
-def end_processes(victims: Iterable[int], timeout: float = 10) -> None:
+def end_processes(victims: Iterable[int], timeout: float = 60) -> None:
     """SIGKILL processes of ours and wait until they are gone. Uses pidfds, so a reused pid is never hit."""
     handles = []
     for pid in victims:

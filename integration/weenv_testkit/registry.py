@@ -126,7 +126,7 @@ class Registry:
     def stop(self) -> None:
         """Stop it; its blobs stay."""
         if self._process is not None:
-            self._process.stop(timeout=3)
+            self._process.stop()
             self._process = None
 
     @property

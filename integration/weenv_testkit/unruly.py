@@ -120,7 +120,7 @@ class UnrulyRegistry:
     ) -> None:
         assert self._child.stdin is not None and self._child.stdout is not None
         self._child.stdin.close()
-        self._child.wait(20)
+        self._child.wait(60)
         self._child.stdout.close()
 
     def _answer(self) -> dict[str, int]:

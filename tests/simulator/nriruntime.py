@@ -122,7 +122,7 @@ class Peer:
 
     async def take(self) -> tuple[int, str, bytes]:
         """The plugin's next request: stream, method, payload."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self.requests.get()
 
     def reply(self, stream: int, message: Any = None, *, code: int = 0, text: str = "") -> None:
@@ -199,7 +199,7 @@ class NriRuntime:
 
     async def peer(self) -> Peer:
         """The next plugin that connects."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await self._new.get()
 
     async def __aexit__(self, *_exc: object) -> None:

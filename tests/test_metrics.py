@@ -48,7 +48,7 @@ async def report(tmp_path: Path) -> AsyncIterator[Report]:
     server = Server(-1, table, fetcher, root=str(tmp_path))
     evictor = Evictor(CacheConfig(high=1000), str(tmp_path), table, server, fetcher)
     await evictor.look()
-    repair = TailRepair(lambda *_: [], server.resume, 1.0)
+    repair = TailRepair(table.dirs, lambda *_: [], server.resume, 1.0)
     made = Report(server, fetcher, table, None, repair, Completion(fetcher, table.open_layers, table.refuse), evictor)
     yield made
     await fetcher.close()

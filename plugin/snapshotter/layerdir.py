@@ -22,10 +22,12 @@ renames the directory to ``<root>/layers/.trash/<name>`` first; blobfs keeps ser
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -150,21 +152,36 @@ class LayerDirs:
 
         Does nothing where the directory exists already. Raises OSError.
         """
-        final = self.path(source.digest)
         if self.exists(source.digest):
-            return final
-        os.makedirs(self.base, mode=0o700, exist_ok=True)
-        temporary = os.path.join(self.root, f".new-{digests.hex_of(source.digest)[:12]}-{secrets.token_hex(4)}")
+            return self.path(source.digest)
+        with self.beginning(source.digest) as temporary:
+            write_atomic(os.path.join(temporary, "toc"), tail, durable=False)
+            return self.adopt(source, temporary)
+
+    @contextlib.contextmanager
+    def beginning(self, digest: str) -> Iterator[str]:
+        """A directory in which a layer's is prepared; it is removed in the end unless it was adopted. Raises OSError."""
+        os.makedirs(self.root, mode=0o700, exist_ok=True)
+        temporary = os.path.join(self.root, f".new-{digests.hex_of(digest)[:12]}-{secrets.token_hex(4)}")
         os.mkdir(temporary, 0o700)
         try:
-            write_atomic(os.path.join(temporary, "toc"), tail, durable=False)
-            write_atomic(os.path.join(temporary, "source.json"), source.to_json(), durable=False)
-            os.rename(temporary, final)
-        except OSError:
+            yield temporary
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            if self.exists(source.digest):  # somebody else was first
-                return final
-            raise
+
+    def adopt(self, source: LayerSource, directory: str) -> str:
+        """Make the layer's directory of one of :meth:`beginning` that has ``toc`` and nothing else. Returns its path.
+
+        Does nothing where another exists already. Raises OSError.
+        """
+        final = self.path(source.digest)
+        os.makedirs(self.base, mode=0o700, exist_ok=True)
+        write_atomic(os.path.join(directory, "source.json"), source.to_json(), durable=False)
+        try:
+            os.rename(directory, final)
+        except OSError:
+            if not self.exists(source.digest):  # nobody else was first
+                raise
         return final
 
     def source(self, digest: str) -> LayerSource:

@@ -216,7 +216,7 @@ class Daemon:
             on_init=self._on_init, on_miss=self._on_miss, on_end=self._on_end, on_damage=self._on_damage,
         )  # fmt: skip
         self.peers = open_peers(self.server, config.mountpoint)
-        self.repair = TailRepair(self._open_sources, self._resume, config.deadline)
+        self.repair = TailRepair(self.table.dirs, self._open_sources, self._resume, config.deadline)
         self.completion = Completion(self.fetcher, self.table.open_layers, self.table.refuse, config.fill.cpu_share)
         self._crowded = asyncio.Event()
         self._extents = asyncio.Semaphore(1)  # a hostile TOC takes gigabytes while it is looked at

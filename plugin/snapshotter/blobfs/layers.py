@@ -57,7 +57,14 @@ class DamagedTail(StorageError):
 
 
 class BadLayer(FormatError):
-    """The whole stream of a layer does not have the diffID that its TOC promises."""
+    """The whole stream of a layer does not have the diffID that its TOC promises, or the disk does not keep it."""
+
+
+def why_bad(diff_id: str, *, pieces: bool = False) -> str:
+    """What a BAD ``present`` file says of a layer; ``pieces``: it is in another format, whose diffID nobody knows."""
+    if pieces:
+        return "the disk has changed its data twice"
+    return f"its content does not have the diffID {diff_id}"
 
 
 class Layer(FetchLayer):
@@ -395,9 +402,9 @@ class LayerTable:
     def _open_data(self, path: str, index: FrameIndex, presence: Presence, source: LayerSource) -> DataStore:
         if presence.verdict == BAD:
             presence.close()
-            reason = f"its content does not have the diffID {index.diff_id}"
-            self.bad[source.digest] = reason
-            raise BadLayer(reason, member=source.digest, hint="remove the image; whoever published it must mend it")
+            reason = self.bad[source.digest] = why_bad(index.diff_id, pieces=source.foreign is not None)
+            hint = "whoever published it must mend it" if source.foreign is None else "look at the disk, too"
+            raise BadLayer(reason, member=source.digest, hint=f"remove the image; {hint}")
         self.bad.pop(source.digest, None)
         return DataStore.open(os.path.join(path, "data"), index.stream_size)
 

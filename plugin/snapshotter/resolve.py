@@ -292,6 +292,9 @@ class Resolver:
             origins = await self._origins(descriptor, image)
             facts = await self._making.do(descriptor.digest, lambda: self._make_now(descriptor, origins))
             self.layers.keep_awhile(descriptor.digest)
+            if isinstance(descriptor, LayerDescriptor):
+                with contextlib.suppress(OSError):  # a full disk: without its profile the layer is as right
+                    self.layers.dirs.set_prefetch(descriptor.digest, descriptor.prefetch)
             return facts
 
     async def _make_now(self, descriptor: LayerDescriptor | ForeignLayer, origins: list[Origin]) -> LayerFacts:

@@ -1,4 +1,4 @@
-"""The text of a read profile: what is written is read back, hostile ones are refused, and nothing grows with what they claim."""
+"""The text of a read profile: what is written is read back, hostile ones are refused, nothing grows with what they claim."""
 
 from __future__ import annotations
 

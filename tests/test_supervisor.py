@@ -169,7 +169,7 @@ def test_who_connects_while_one_is_dead_is_answered_by_the_next_which_has_what_w
 
 
 def test_a_daemon_that_cannot_be_started_is_started_when_there_is_room(place: Place) -> None:
-    parent = place.start(greeted="good")
+    parent = place.start(greeted="mute")
     eventually(place.begun)
     limits = resource.prlimit(parent.pid, resource.RLIMIT_NOFILE)
     resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))

@@ -20,7 +20,7 @@ from weenv.plugin.snapshotter import mounts
 from weenv_testkit import tools
 from weenv_testkit.corpus import noise
 from weenv_testkit.images import Layout, Member, busybox_members, write_tar
-from weenv_testkit.kube import KubeNode, layer_digests, lazy_image, said
+from weenv_testkit.kube import KubeNode, layer_digests, lazy_image
 from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.procs import Failed, run, wait_until
 from weenv_testkit.registry import Registry
@@ -132,7 +132,7 @@ def test_kind_deletions_by_ordinary_layers_on_lazy_ones(node: Node, registry: Re
     assert node.snapshotter.metric("weenv_snapshotter_lazy_layers_total") == layers + 1
     script = "cd /; ls d; cat d/changed; ls -A opaque; cat becomes; touch d/again; rm d/again d/kept; ls d"
     expected = ["changed", "kept", "new", "seen", "a file", "changed"]
-    assert said(node, ref, script, namespace).splitlines() == expected
+    assert node.shell(ref, script, namespace).splitlines() == expected
     node.remove_image(ref, namespace)
 
 
@@ -150,7 +150,7 @@ def test_kind_content_that_was_discarded_after_another_snapshotter_had_unpacked_
     with pytest.raises(Failed, match=r"content digest sha256:[0-9a-f]{64}: not found"):
         node.shell(ref, "echo ran", namespace)
     assert node.pull(ref) == namespace
-    assert said(node, ref, "wc -c < /data/x", namespace) == f"{1 << 20}\n"
+    assert node.shell(ref, "wc -c < /data/x", namespace) == f"{1 << 20}\n"
     assert not set(layer_digests(registry, ref)) & node.containerd.content(namespace), "it is served lazily now"
     node.containerd.run(ref, "cat", "/data/x", snapshotter="overlayfs", namespace=namespace)
     node.remove_image(ref, namespace)
@@ -166,7 +166,7 @@ def test_kind_clients_that_want_layers_that_were_never_fetched(node: Node, regis
         node.containerd.ctr("images", "export", archive, ref, namespace=namespace)
     with pytest.raises(Failed, match=f"({missing}).*not found"):
         node.containerd.run(ref, "echo", "ran", snapshotter="overlayfs", namespace=namespace)
-    assert said(node, ref, "wc -c < /data/x", namespace) == f"{1 << 20}\n", "neither has done any harm"
+    assert node.shell(ref, "wc -c < /data/x", namespace) == f"{1 << 20}\n", "neither has done any harm"
     node.remove_image(ref, namespace)
     node.containerd.collect()
     wait_until("the layer to go", lambda: layer_digests(registry, ref)[1] not in node.layers(), 60)

@@ -5,8 +5,11 @@ What the proof of lazy loading compares with, and relies on, is shown to work he
 
 from __future__ import annotations
 
+import pytest
+
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.cri import Cri
+from weenv_testkit.procs import Failed
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
@@ -19,13 +22,22 @@ def test_ctr_pulls_every_byte_and_runs(plain: Containerd, registry: Registry, st
     assert registry.blob_bytes(mark)[image.layers[0].digest] == image.layers[0].size
     assert plain.content() == {image.digest, image.config, image.layers[0].digest}
     assert plain.run(ref, "echo", "hello", snapshotter="overlayfs") == "hello\n"
+    script = "seq 100000; echo why >&2; exit 3"
+    everything = "".join(f"{number}\n" for number in range(1, 100_001))
+    assert plain.run(ref, "sh", "-c", script, snapshotter="overlayfs", check=False) == everything
+    with pytest.raises(Failed, match=r"ended with 3: why$"):
+        plain.run(ref, "sh", "-c", script, snapshotter="overlayfs")
+    with pytest.raises(Failed, match="no-such-program"):
+        plain.run(ref, "no-such-program", snapshotter="overlayfs")
 
 
 def test_containers_survive_a_restart_of_the_daemon(plain: Containerd, store: Store) -> None:
     ref = store.plain("small")
     container = plain.run_detached(ref, "sleep", "1000", snapshotter="overlayfs")
     plain.restart()
-    assert plain.exec(container, "id", "-u").strip() == "0"
+    assert plain.exec(container, "id", "-u") == "0\n"
+    with pytest.raises(Failed, match=r"ended with 4: why$"):
+        plain.exec(container, "sh", "-c", "echo why >&2; exit 4")
     plain.remove_container(container)
     assert container not in plain.snapshots("overlayfs")
 

@@ -15,7 +15,7 @@ import pytest
 from weenv.plugin.snapshotter import mounts
 from weenv_testkit import tools
 from weenv_testkit.cri import NAMESPACE_POD, SCHEMA
-from weenv_testkit.kube import KubeNode, pod_network, said, said_within
+from weenv_testkit.kube import KubeNode, pod_network
 from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.procs import Failed, wait_until
 from weenv_testkit.registry import Registry
@@ -76,7 +76,7 @@ touch /root/ok /etc/ok; rm -r opaque; echo done
     name = node.containerd.run_detached(
         ref, "sleep", "1000", snapshotter=SNAPSHOTTER, namespace=namespace, flags=mapped()
     )  # fmt: skip
-    out = said_within(node, name, script, namespace).splitlines()
+    out = node.containerd.exec(name, "sh", "-c", script, namespace=namespace).splitlines()
     assert out[0].split() == ["0", str(MAP), "65536"]
     assert out[1:5] == ["/ 0 0 755", "/etc/passwd 0 0 644", "/opt/weenv/sub 0 1000 2775", "/opt/weenv/suid-id 0 0 4755"]
     assert out[5:] == ["first line", "second line", "linked", "7 8", "0 0", "done"]
@@ -94,7 +94,7 @@ def test_privileges_of_files_are_those_of_the_namespace(node: Node, store: Store
     ref = store.lazy("debian")
     namespace = node.pull(ref)
     flags = [*mapped(), "--user", "65534", "--allow-new-privs"]
-    out = said(node, ref, "id -u; /opt/weenv/suid-id -u; getcap /opt/weenv/capable", namespace, *flags).splitlines()
+    out = node.shell(ref, "id -u; /opt/weenv/suid-id -u; getcap /opt/weenv/capable", namespace, *flags).splitlines()
     assert out[:2] == ["65534", "0"]
     assert out[2].endswith("cap_net_raw=ep")
 
@@ -110,13 +110,13 @@ def test_pods_with_ranges_of_their_own_share_the_layers(node: Node, store: Store
     ]
     mark = registry.mark()
     for number, name in enumerate(names):
-        assert said_within(node, name, "stat -c '%u %g' /data/7", namespace) == "0 0\n"
+        assert node.containerd.exec(name, "sh", "-c", "stat -c '%u %g' /data/7", namespace=namespace) == "0 0\n"
         node.containerd.exec(name, "sh", "-c", f"echo {number} > /mine; cat /data/* | wc -c", namespace=namespace)
         assert os.stat(os.path.join(node.rootfs(name, namespace), "mine")).st_uid == MAP + 65536 * number
     fetched = registry.blob_bytes(mark)
     sizes = {layer["digest"]: layer["size"] for layer in registry.manifest("test/pair", "lazy")[0]["layers"]}  # type: ignore[attr-defined]
     assert all(size <= sizes[digest] for digest, size in fetched.items()), "read three times, fetched once"
-    plain = said(node, ref, "stat -c '%u' /data/7; cat /mine 2>&- || echo none", namespace)
+    plain = node.shell(ref, "stat -c '%u' /data/7; cat /mine 2>&- || echo none", namespace)
     assert plain.splitlines() == ["0", "none"], "whoever has no mapping sees the same layers as ever"
     for name in names:
         node.containerd.remove_container(name, namespace)
@@ -127,8 +127,8 @@ def test_ordinary_layers_are_mapped_alike(node: Node, store: Store) -> None:
     node.expect("image is not served lazily")
     namespace = node.pull(ref)
     script = "stat -c '%u %g' /bin/busybox /data/3; echo x > /data/3; rm /data/4; cat /data/3; ls /data | wc -l"
-    assert said(node, ref, script, namespace, *mapped()).splitlines() == ["0 0", "0 0", "x", "19"]
-    assert said(node, ref, "ls /data | wc -l", namespace) == "20\n"
+    assert node.shell(ref, script, namespace, *mapped()).splitlines() == ["0 0", "0 0", "x", "19"]
+    assert node.shell(ref, "ls /data | wc -l", namespace) == "20\n"
     node.remove_image(ref, namespace)
 
 
@@ -143,13 +143,13 @@ def test_mounts_are_there_again_after_a_restart_and_a_reboot(node: Node, store: 
     node.snapshotter.kill()
     node.start_snapshotter()
     assert len(id_mounts(node)) == 2
-    assert said_within(node, name, "cat /kept", namespace) == "kept\n"
+    assert node.containerd.exec(name, "sh", "-c", "cat /kept", namespace=namespace) == "kept\n"
     node.containerd.ctr("tasks", "kill", "--signal", "KILL", name, namespace=namespace)
     node.containerd.ctr("tasks", "delete", "--force", name, namespace=namespace)
     for point in id_mounts(node):
         mounts.detach(point)  # what a reboot does to them
     node.containerd.ctr("tasks", "start", "--detach", "--null-io", name, namespace=namespace)
-    out = said_within(node, name, "cat /kept; stat -c '%u %g' /kept /data/7", namespace)
+    out = node.containerd.exec(name, "sh", "-c", "cat /kept; stat -c '%u %g' /kept /data/7", namespace=namespace)
     assert out.splitlines() == ["kept", "0 0", "0 0"]
     node.containerd.remove_container(name, namespace)
     gone(node)
@@ -165,7 +165,7 @@ def test_a_containerd_that_maps_ids_itself_is_left_to_it(
     with KubeNode(line, path, registry=registry.host, without=f"  {CAPABILITY}\n") as node:
         namespace = node.pull(ref)
         script = "stat -c '%u %g' / /bin/busybox /data/7; echo x > /mine; stat -c '%u' /mine"
-        assert said(node, ref, script, namespace, *mapped()).splitlines() == ["0 0", "0 0", "0 0", "0"]
+        assert node.shell(ref, script, namespace, *mapped()).splitlines() == ["0 0", "0 0", "0 0", "0"]
         assert not id_mounts(node)
         assert not node.complaints()
     shutil.rmtree(path, ignore_errors=True)
@@ -182,7 +182,7 @@ def test_where_layers_cannot_be_mapped_the_error_says_what_to_do(
     ref = store.lazy("pair")
     with KubeNode(line, path, registry=registry.host, settings={"snapshotter": 'plane = "fuse"'}) as node:
         namespace = node.pull(ref)
-        assert said(node, ref, "cat /etc/weenv-release", namespace) == "pair\n"
+        assert node.shell(ref, "cat /etc/weenv-release", namespace) == "pair\n"
         node.expect("request failed: ids cannot be mapped on fuse")
         with pytest.raises(Failed, match=r"ids cannot be mapped on fuse.*remap-ids"):
             node.shell(ref, "true", namespace, *mapped())

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import count, repeat
 
 import grpc
 import grpc.aio
@@ -251,6 +253,26 @@ def test_too_many_and_too_large() -> None:
     assert len(connection) == 0
 
 
+def test_requests_sent_by_halves_are_bounded_together() -> None:
+    connection = Connection()
+    connection.feed(HELLO)
+    sent = 0
+    for stream in range(1, 400, 2):
+        connection.feed(frame(h2.HEADERS, 4, stream, HEAD))
+        for _ in range(64):
+            connection.feed(frame(h2.DATA, 0, stream, b"z" * 16384))
+            sent += 16384
+    held = sum(len(state.body) for state in connection._streams.values())
+    assert held <= h2.MAX_PARKED < sent // 2 and len(connection) < 200
+    refusals = [p for kind, _, _, p in frames(connection.take()) if kind == h2.HEADERS]
+    assert dict(Decoder().decode(refusals[0]))[b"grpc-status"] == b"8"
+    for stream in range(1, 400, 2):  # what is taken back makes room again
+        connection.feed(frame(h2.RST_STREAM, 0, stream, b"\0\0\0\x08"))
+    connection.feed(frame(h2.HEADERS, 4, 401, HEAD) + frame(h2.DATA, 0, 401, struct.pack(">BI", 0, 2 * 16384) + b"z" * 16379))
+    (request,) = connection.feed(frame(h2.DATA, 0, 401, b"z" * 16384) + frame(h2.DATA, 1, 401, b"z" * 5))
+    assert isinstance(request, Request)
+
+
 @pytest.mark.parametrize(
     "data",
     [
@@ -459,3 +481,73 @@ async def test_a_client_that_speaks_something_else(tmp_path: object, caplog: pyt
         assert await channel.unary_unary("/s/echo")(b"on") == b"on"
         assert len(server.protocols) == 1
     assert "no HTTP/2 client" in caplog.text
+
+
+def push(path: str, pieces: Iterable[bytes], most: int) -> tuple[socket.socket, int]:
+    """A client that never reads: send until nobody takes more, or ``most`` bytes are gone. It, and the bytes sent."""
+    client = socket.socket(socket.AF_UNIX)
+    client.settimeout(1)
+    client.connect(path)
+    client.sendall(HELLO)
+    sent = 0
+    with suppress(TimeoutError):
+        for piece in pieces:
+            client.sendall(piece)
+            sent += len(piece)
+            if sent >= most:
+                break
+    return client, sent
+
+
+async def test_who_does_not_read_cannot_go_on_asking(tmp_path: object) -> None:
+    """Answers to what costs a client nothing (pings, settings, unknown methods) do not pile up."""
+    pings = repeat(frame(h2.PING, 0, 0, b"12345678") * 1000)
+    settings = repeat(frame(h2.SETTINGS, 0, 0) * 1000)
+    unknown = (b"".join(call(stream) for stream in range(first, first + 200, 2)) for first in count(1, 200))
+    async with serving(f"{tmp_path}/s") as (server, channel):
+        assert await channel.unary_unary("/s/echo")(b"on") == b"on"
+        known = set(server.protocols)
+        for pieces in (pings, settings, unknown):
+            client, sent = await asyncio.to_thread(push, f"{tmp_path}/s", pieces, 64 << 20)
+            with client:
+                (protocol,) = server.protocols - known
+                assert protocol.transport is not None
+                assert sent < 8 << 20 and protocol.transport.get_write_buffer_size() < 4 << 20
+                assert await channel.unary_unary("/s/echo")(b"on") == b"on"
+            while server.protocols != known:
+                await asyncio.sleep(0.01)
+
+
+async def test_requests_taken_back_at_once_make_no_work_in_advance(tmp_path: object) -> None:
+    """Rapid reset (CVE-2023-44487), against handlers that take time and against those that answer many together."""
+    asked = 0
+
+    def quick(batch: Sequence[bytes]) -> list[bytes | None]:
+        nonlocal asked
+        asked += len(batch)
+        return [b"" for _ in batch]
+
+    hang = Hang()
+    async with serving(f"{tmp_path}/s", hang=hang) as (server, channel):
+        server.quick["/s/quick"] = quick
+        most = 0
+        for path in (b"/s/hang", b"/s/quick"):
+            head = HEAD.replace(literal(b":path", b"/s/M"), literal(b":path", path))
+            reader, writer = await asyncio.open_unix_connection(f"{tmp_path}/s")
+            writer.write(HELLO)
+            for stream in range(1, 40_000, 2):
+                writer.write(call(stream, head=head) + frame(h2.RST_STREAM, 0, stream, b"\0\0\0\x08"))
+                if stream % 1000 == 1:
+                    await asyncio.wait_for(writer.drain(), 30)
+                    most = max(most, *(one.queued + len(one.tasks) for one in server.protocols))
+            writer.write(frame(h2.PING, 0, 0, b"the last"))
+            answer = b""
+            while b"the last" not in answer:
+                answer += await asyncio.wait_for(reader.read(1 << 16), 30)
+            writer.close()
+            await writer.wait_closed()
+        assert await channel.unary_unary("/s/echo")(b"on") == b"on"
+        while any(one.tasks or one.queued for one in server.protocols):
+            await asyncio.sleep(0.01)
+    assert asked
+    assert most < 8192, "a read of the socket is a thousand requests at most"

@@ -13,10 +13,12 @@ import json
 import os
 import secrets
 import shutil
+import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
+from urllib.parse import quote
 
 import grpc
 
@@ -36,6 +38,16 @@ from weenv_testkit.procs import (
 
 PAUSE = "pause:1"
 """Repository and tag of the sandbox image, in the test registry (see images.pause)."""
+
+_LISTENER = """#!/bin/sh
+# What a shim starts for `--log-uri binary:///this?PREFIX`: a process's stdout (on 3) and stderr (on 4) go into files. That 5
+# is closed says that we are ready. TERM comes once the process has ended, when there may be something to read yet.
+trap '' TERM
+cat <&3 >"$1.out" 3<&- 4<&- 5>&- &
+cat <&4 >"$1.err" 3<&- 4<&- 5>&- &
+exec 3<&- 4<&- 5>&-
+wait
+"""
 
 _DISABLED = (
     "io.containerd.snapshotter.v1.aufs",
@@ -90,6 +102,7 @@ class Containerd:
         self.socket = os.path.join(home, "c.sock")
         self.log = os.path.join(home, "containerd.log")
         self.runc_root = os.path.join(home, "runc")
+        self._said = os.path.join(home, "said")
         self.hosts = os.path.join(home, "hosts")
         self.cgroup = f"weenv-test-{secrets.token_hex(4)}"
         self.bin = tools.containerd_bin(line)
@@ -108,8 +121,12 @@ class Containerd:
 
     def start(self) -> None:
         """Write the configuration, start the daemon, wait until it answers. Raises Failed."""
-        for folder in ("", "root", "state", "runc", "cni/bin", "cni/conf", "opt", f"hosts/{self.registry}"):
+        for folder in ("", "root", "state", "runc", "cni/bin", "cni/conf", "opt", "said", f"hosts/{self.registry}"):
             os.makedirs(os.path.join(self.home, folder), exist_ok=True)
+        listener = os.path.join(self.home, "listener")
+        if not os.path.exists(listener):
+            with open(os.open(listener, os.O_WRONLY | os.O_CREAT, 0o755), "w") as file:
+                file.write(_LISTENER)
         os.makedirs(self.nri_plugins, exist_ok=True)
         os.makedirs(self.nri_config, exist_ok=True)
         with open(os.path.join(self.hosts, self.registry, "hosts.toml"), "w") as file:
@@ -273,29 +290,46 @@ class Containerd:
         timeout: float = 180,
     ) -> str:
         """``ctr run --rm`` of a command with host networking off; its output. Raises Failed where it exits non-zero."""
-        return self._run(image, self.new_id(), command, snapshotter, namespace, ["--rm", *flags], check, timeout)
+        name = self.new_id()
+
+        def argv(*log: str) -> list[str]:
+            return self.run_argv(
+                image, name, command, snapshotter=snapshotter, namespace=namespace, flags=["--rm", *flags, *log]
+            )
+
+        return self._heard(name, argv, check, timeout)
 
     def run_detached(
         self, image: str, *command: str, snapshotter: str, namespace: str = "default", flags: Sequence[str] = ()
     ) -> str:
         """``ctr run -d``; the container's id. Use :meth:`exec` and :meth:`remove_container`."""
         name = self.new_id("d")
-        self._run(image, name, command, snapshotter, namespace, ["--detach", "--null-io", *flags], True, 180)
+        flags = ["--detach", "--null-io", *flags]
+        argv = self.run_argv(image, name, command, snapshotter=snapshotter, namespace=namespace, flags=flags)
+        run(*argv, timeout=180, env=self.environment())
         return name
 
-    def _run(
-        self,
-        image: str,
-        name: str,
-        command: Sequence[str],
-        snapshotter: str,
-        namespace: str,
-        flags: Sequence[str],
-        check: bool,
-        timeout: float,
-    ) -> str:
-        argv = self.run_argv(image, name, command, snapshotter=snapshotter, namespace=namespace, flags=flags)
-        return run(*argv, check=check, timeout=timeout, env=self.environment())
+    def _heard(self, name: str, argv: Callable[..., list[str]], check: bool, timeout: float) -> str:
+        """The output of a process that a command of ctr runs to its end; ``argv`` makes it from more flags.
+
+        By way of the shim and files: ctr itself stops listening when the process has ended, whether it has opened the pipes
+        by then or not, and with two cores and eight busy processes it loses the whole output of one `echo` in fifty.
+        """
+        said = os.path.join(self._said, name)
+        log = f"binary://{self.home}/listener?{quote(said, safe='')}"
+        done = subprocess.run(
+            argv("--log-uri", log), capture_output=True, timeout=timeout, env=self.environment(), stdin=subprocess.DEVNULL
+        )
+        texts = []
+        for end in (".out", ".err"):
+            texts.append(text_of(said + end, "surrogateescape"))
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(said + end)
+        out, err = texts
+        if check and done.returncode:
+            why = (err + done.stderr.decode(errors="replace")).strip() or out.strip()
+            raise Failed(f"{' '.join(argv())} ended with {done.returncode}: {why[-3000:]}")
+        return out
 
     def run_argv(
         self,
@@ -314,7 +348,12 @@ class Containerd:
 
     def exec(self, container: str, *command: str, namespace: str = "default", check: bool = True) -> str:
         """``ctr tasks exec`` in a running container; its output."""
-        return self.ctr("tasks", "exec", "--exec-id", self.new_id("e"), container, *command, namespace=namespace, check=check)
+        name = self.new_id("e")
+
+        def argv(*log: str) -> list[str]:
+            return self._ctr_argv(namespace, "tasks", "exec", "--exec-id", name, *log, container, *command)
+
+        return self._heard(name, argv, check, 180)
 
     def remove_container(self, container: str, namespace: str = "default") -> None:
         """Kill a container's task and delete both; what is not there is no error."""

@@ -62,24 +62,6 @@ def layer_digests(registry: Registry, ref: str) -> list[str]:
     return [layer["digest"] for layer in registry.manifest(repository, tag)[0]["layers"]]  # type: ignore[attr-defined]
 
 
-def said(node: Node, ref: str, script: str, namespace: str, *flags: str) -> str:
-    """Output of ``sh -c SCRIPT`` in a new container, asked again where there is none.
-
-    ctr lets go of the pipes when the program has ended, whether it has read them or not; on a busy machine that loses all.
-    """
-    for _ in range(5):
-        if out := node.shell(ref, script, namespace, *flags):
-            return out
-    return ""
-
-
-def said_within(node: Node, container: str, script: str, namespace: str) -> str:
-    """Output of ``sh -c SCRIPT`` in a running container, by way of a file there."""
-    node.containerd.exec(container, "sh", "-c", f"({script}) > /.said", namespace=namespace)
-    with open(os.path.join(node.rootfs(container, namespace), ".said")) as file:
-        return file.read()
-
-
 class ShippedContainerd(Containerd):
     """Imports the shipped drop-in; on 1.7 the shipped lines are merged into the CRI section, as the operator is told to.
 

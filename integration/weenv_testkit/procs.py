@@ -32,10 +32,10 @@ def wait_until(what: str, check: Callable[[], T], timeout: float = 20, interval:
         time.sleep(interval)
 
 
-def text_of(log: str) -> str:
-    """What a log holds so far; empty before there is one."""
+def text_of(log: str, errors: str = "replace") -> str:
+    """What a log holds so far; empty before there is one. ``errors`` is what becomes of bytes that are no UTF-8."""
     try:
-        with open(log, errors="replace") as file:
+        with open(log, errors=errors) as file:
             return file.read()
     except FileNotFoundError:
         return ""

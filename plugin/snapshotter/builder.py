@@ -32,6 +32,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weenv.core import errors
+from weenv.core.process import fork
 
 if TYPE_CHECKING:
     from weenv.layer.foreign.formats import ForeignLayer
@@ -155,14 +156,18 @@ def nursery() -> None:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                pid = os.fork()
+                try:
+                    pid, fd = fork()
+                except OSError as error:
+                    text = f"no process to build metadata can be started: {error.strerror}"
+                    _answer({"id": request["id"], "error": "StorageError", "message": text, "errno": error.errno or 0})
+                    continue
                 if pid == 0:
                     with contextlib.suppress(ValueError, OSError):
                         most = _address_space() + int(request["memory"])
                         resource.setrlimit(resource.RLIMIT_AS, (most, most))
                     _answer({"id": request["id"], **_job(request)})
                     os._exit(0)
-                fd = os.pidfd_open(pid)
                 children[fd] = (pid, request["id"])
                 selector.register(fd, selectors.EVENT_READ)
 

@@ -293,9 +293,12 @@ class Resolver:
         """
         with self.layers.pin(descriptor.digest):
             origins = await self._origins(descriptor, image)
-            said = replace(descriptor, source=None) if isinstance(descriptor, LayerDescriptor) else descriptor
+            said = replace(descriptor, source=None, prefetch="") if isinstance(descriptor, LayerDescriptor) else descriptor
             facts = await self._making.do((said, tuple(origins)), lambda: self._make_now(descriptor, origins))
             self.layers.keep_awhile(descriptor.digest)
+            if isinstance(descriptor, LayerDescriptor):
+                with contextlib.suppress(OSError):  # a full disk: without its profile the layer is as right
+                    self.layers.dirs.set_prefetch(descriptor.digest, descriptor.prefetch)
             return facts
 
     async def _make_now(self, descriptor: LayerDescriptor | ForeignLayer, origins: list[Origin]) -> LayerFacts:

@@ -39,7 +39,7 @@ from typing import Any
 
 from weenv.core import digest as digests
 from weenv.core.errors import BadReference, ConfigError, FormatError, VerificationError
-from weenv.core.regular import read_whole, regular
+from weenv.core.regular import Opener, read_file, regular
 from weenv.registry.groupref.keys import PublicKey, load_public, read_key_file
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.reference import parse_reference
@@ -308,15 +308,14 @@ def files_of(tables: Mapping[str, Any], policy: Policy) -> list[str]:
     return own + sorted({key.name for rule in policy.rules for key in rule.keys})  # a rule's key is named by its path
 
 
-def load_policy(path: str) -> Policy:
+def load_policy(path: str, opener: Opener = regular) -> Policy:
     """A policy from a file of its own: ``.yaml``, ``.yml`` or TOML, with or without a ``policy`` table. Raises ConfigError."""
     import tomllib
 
     import yaml
 
     try:
-        with open(path, "rb", opener=regular) as file:
-            data = read_whole(file, MAX_POLICY)
+        data = read_file(path, MAX_POLICY, opener)
     except OSError as error:
         raise ConfigError(f"cannot read the policy {path}: {error.strerror}") from error
     try:

@@ -25,10 +25,10 @@ from weenv.layer.toc import Frames
 
 LARGE: Final = 1 << 16
 """Frames: 32 GiB of tar stream at the default size of a frame, and some 5 MB of memory."""
-IN_MEMORY: Final = 78
-"""Bytes of memory for each frame of a small table: the columns, offsets, states, ages, and what read-ahead knows."""
-ON_DISK: Final = 5
-"""The same for a large one: states, ages, and what read-ahead knows."""
+IN_MEMORY: Final = 79
+"""Bytes of memory for each frame of a small table: the columns, offsets, states, ages, reads, and what read-ahead knows."""
+ON_DISK: Final = 6
+"""The same for a large one: states, ages, reads, and what read-ahead knows."""
 
 
 class MappedFrames(Frames):

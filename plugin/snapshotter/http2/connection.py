@@ -20,6 +20,8 @@ MAX_MESSAGE = 16 << 20
 """Largest request message, bytes (containerd's own limit)."""
 MAX_STREAMS = 1024
 """Requests at once on one connection."""
+MAX_PARKED = 2 * MAX_MESSAGE
+"""Bytes of requests that have begun and not ended, on one connection: containerd's have a few thousand."""
 _MAX_FRAME = 1 << 14
 """Largest frame taken, and sent unless the peer allows more: the default (RFC 7540, section 6.5.2)."""
 _MAX_BLOCK = 64 << 10
@@ -107,6 +109,7 @@ class Connection:
         self._peer_window = 65535
         self._peer_frame = _MAX_FRAME
         self._received = 0
+        self._parked = 0
         self._closing = False
         self._decoded: tuple[list[tuple[bytes, bytes]], dict[str, str]] = ([], {})
         settings = _SETTING.pack(3, MAX_STREAMS) + _SETTING.pack(4, _WINDOW)
@@ -172,7 +175,7 @@ class Connection:
         elif kind == RST_STREAM:
             if len(payload) != 4 or stream == 0 or stream > self._last:
                 raise Broken(PROTOCOL_ERROR, "a bad RST_STREAM")
-            known = self._streams.pop(stream, None)
+            known = self._drop(stream)
             if known is not None and known.asked:
                 events.append(Cancelled(stream))
         elif kind == PING:
@@ -243,9 +246,14 @@ class Connection:
         state = self._streams.get(stream)
         if state is None or state.asked:
             return
-        state.body += self._unpadded(flags, payload)
+        piece = self._unpadded(flags, payload)
+        state.body += piece
+        self._parked += len(piece)
         if len(state.body) > MAX_MESSAGE + _PREFIX.size:
             self.finish(stream, 8, "the message is too large")
+            return
+        if self._parked > MAX_PARKED:
+            self.finish(stream, 8, "too many requests are sent by halves")
             return
         if flags & _END_STREAM:
             self._complete(stream, events)
@@ -260,6 +268,7 @@ class Connection:
         if state.asked:
             raise Broken(STREAM_CLOSED, "a request goes on after its end")
         state.asked = True
+        self._parked -= len(state.body)
         known, headers = self._decoded
         if state.headers is not known:  # the decoder gives the same list for the same block
             headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in state.headers}
@@ -341,7 +350,7 @@ class Connection:
             self.finish(stream)
             return
         self._window -= size
-        del self._streams[stream]
+        self._drop(stream)
         begin = _ANSWER.pack(
             0, len(_RESPONSE), HEADERS, _END_HEADERS, stream, _RESPONSE,
             size >> 8, size & 255, DATA, 0, stream, 0, len(message),
@@ -373,8 +382,15 @@ class Connection:
             self._closing = True
             self._break(NO_ERROR)
 
+    def _drop(self, stream: int) -> _Stream | None:
+        """Forget a stream; what it was, if there was one."""
+        state = self._streams.pop(stream, None)
+        if state is not None and not state.asked:
+            self._parked -= len(state.body)
+        return state
+
     def _reset(self, stream: int, code: int) -> None:
-        self._streams.pop(stream, None)
+        self._drop(stream)
         self._out.append(_frame(RST_STREAM, 0, stream, _U32.pack(code)))
 
     def _flush_all(self) -> None:
@@ -400,6 +416,6 @@ class Connection:
         if state.trailers is not None:
             ends = _frame(HEADERS, _END_HEADERS | _END_STREAM, stream, state.trailers)
             self._out.append(ends)
-            del self._streams[stream]
+            self._drop(stream)
             if not state.asked:  # the answer came before the request had ended: it need not be sent on
                 self._out.append(_frame(RST_STREAM, 0, stream, _U32.pack(NO_ERROR)))

@@ -23,6 +23,9 @@ Quick = Callable[[Sequence[bytes]], Sequence[bytes | None]]
 _TOGETHER = 8
 """Answers sent with one system call at most, and requests given to a :data:`Quick` handler together. The first of
 many need not wait for the last, and what eight share (a transaction, a system call) is little for each."""
+_MOST = 2048
+"""Requests of one connection under way, those included that the client has taken back: beyond, it is not read from.
+Twice what it may have open: one that resets its streams (CVE-2023-44487) makes work no faster than it is done."""
 UNIMPLEMENTED = 12
 INTERNAL = 13
 
@@ -42,6 +45,8 @@ class _Protocol(asyncio.Protocol):
         self.connection = Connection()
         self.transport: asyncio.Transport | None = None
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.queued = 0
+        """Requests that wait for a quick handler."""
         self._flushing = False
         self._answers = 0
         self._room = asyncio.Event()
@@ -63,9 +68,20 @@ class _Protocol(asyncio.Protocol):
 
     def pause_writing(self) -> None:
         self._room.clear()
+        self.pace()  # who does not read his answers cannot ask for more of them
 
     def resume_writing(self) -> None:
         self._room.set()
+        self.pace()
+
+    def pace(self) -> None:
+        """Read from the client, or not, by what it has us do already."""
+        if self.transport is None or self.transport.is_closing():
+            return
+        if self._room.is_set() and self.queued + len(self.tasks) < _MOST:
+            self.transport.resume_reading()
+        else:
+            self.transport.pause_reading()
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -87,12 +103,19 @@ class _Protocol(asyncio.Protocol):
                 self.server.submit(self, event)
             else:
                 self.begin(event)
+        if events:
+            self.pace()
         self.flush_soon()
 
     def begin(self, request: Request) -> None:
         """Answer a request in a task."""
         task = asyncio.get_running_loop().create_task(self._answer(request), name=request.path)
         self.tasks[request.stream] = task
+        task.add_done_callback(lambda _: self._ended(request.stream))  # one taken back at once never begins to run
+
+    def _ended(self, stream: int) -> None:
+        self.tasks.pop(stream, None)
+        self.pace()
 
     async def _answer(self, request: Request) -> None:
         stream, connection = request.stream, self.connection
@@ -115,7 +138,6 @@ class _Protocol(asyncio.Protocol):
             log.error("a handler failed: %s", error, exc_info=error)
             connection.finish(stream, INTERNAL, f"internal error: {type(error).__name__}")
         finally:
-            self.tasks.pop(stream, None)
             self._answers += 1
             if self._answers >= _TOGETHER:  # the first of many who asked at once need not wait for the last
                 self.flush()
@@ -163,6 +185,7 @@ class Http2Server:
         if not self._queue:
             asyncio.get_running_loop().call_soon(self._serve)
         self._queue.append((protocol, request))
+        protocol.queued += 1
 
     def _serve(self) -> None:
         """Answer some, and come back after whatever else is to be done."""
@@ -173,6 +196,7 @@ class Http2Server:
         batch: list[tuple[_Protocol, Request]] = []
         while queue and len(batch) < _TOGETHER and queue[0][1].path == path:
             entry = queue.popleft()
+            entry[0].queued -= 1
             if entry[0].transport is not None:  # else nobody waits any more
                 batch.append(entry)
         if queue:
@@ -194,6 +218,7 @@ class Http2Server:
                 told.add(protocol)
         for protocol in told:
             protocol.flush()
+            protocol.pace()
 
     async def start(self, path: str, inherited: socket.socket | None = None) -> None:
         """Listen at ``path``, which does not exist yet; mode 0600. Or on an ``inherited`` socket. Raises OSError."""

@@ -33,6 +33,7 @@ from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.resolve import REASONS, Resolver, reason_of
 from weenv.plugin.snapshotter.service import Snapshotter
+from weenv.plugin.snapshotter.starts import Starts
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.trusted import add_hosts
@@ -79,7 +80,7 @@ async def node(
         layers = Layers(root, store, dirs, plane, metrics, grace=config.layer_grace)
         layers.recover()
         resolver = Resolver(config, layers, client, metrics, background, translate)
-        core = Snapshotter(root, store, Lazy(layers, resolver))
+        core = Snapshotter(root, store, Lazy(layers, resolver, Starts(store, dirs, f"{root}/blobfs.sock", background)))
         core.recover()
         containerd = Containerd(Direct(core))
         try:

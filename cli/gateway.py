@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import resource
 
 import click
 
@@ -55,8 +54,6 @@ def serve(
         if source.startswith("/") and not os.path.isdir(source):
             raise ConfigError(f"--plans: there is no directory {source}", hint="make it, or name a registry: HOST[/PREFIX]")
     config = from_tables(tables, address=address, plans=sources or None, groups=allow or None, blobs=blobs)
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # one descriptor a client, one a registry's connection
     asyncio.run(daemon.serve(config, tables))
 
 

@@ -11,6 +11,7 @@ import click
 from weenv.cli import render
 from weenv.cli.reach import Reach, reaching
 from weenv.core.errors import ConfigError
+from weenv.core.regular import given
 
 if TYPE_CHECKING:
     from weenv.registry.groupref.policy import Accepted
@@ -29,7 +30,7 @@ def _read_password(path: str) -> bytes:
     if not path:
         return os.environb.get(PASSWORD.encode(), b"")
     try:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=given) as file:
             data = file.read(_MAX_PASSWORD + 1)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
@@ -98,7 +99,7 @@ def sign(
     from weenv.registry.reference import parse_location
 
     pairs = dict(value.partition("=")[::2] for value in annotation)
-    key = keys.load_private(keys.read_key_file(key_path), _read_password(password_file), name=key_path)
+    key = keys.load_private(keys.read_key_file(key_path, given), _read_password(password_file), name=key_path)
 
     async def work() -> signing.Signed:
         async with RegistryClient(reach.registry()) as client:
@@ -156,8 +157,8 @@ def verify(
     from weenv.registry.reference import parse_location
 
     location = parse_location(reference)
-    known = [keys.load_public(keys.read_key_file(path), name=path) for path in key_paths]
-    policy = policies.load_policy(policy_path) if policy_path else None
+    known = [keys.load_public(keys.read_key_file(path, given), name=path) for path in key_paths]
+    policy = policies.load_policy(policy_path, given) if policy_path else None
     if not known and policy is None:
         policy = policies.policy_from_tables(reach.tables())
         if policy is None:

@@ -71,6 +71,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),
     "plan": ("weenv.cli.plan:plan", "Check, pin, draw, publish and compose environment plans."),
     "image": ("weenv.cli.image:image", "What containerd has of images, and their blobs for docker save and push."),
+    "profile": ("weenv.cli.profile:profile", "What an image's containers read first: record, publish, show."),
     "gateway": ("weenv.cli.gateway:gateway", "A registry on the node that answers plans and stacks as images."),
     "nri": ("weenv.cli.nri:nri", "The plugin that gives containers of CRI their starting quotas."),
     "install": ("weenv.cli.install:install", "Make the daemons services of this node, and tell containerd of them."),

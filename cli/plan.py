@@ -144,8 +144,10 @@ def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: 
     """
     from weenv.core.atomic import write_atomic
     from weenv.environment.lock import lock_text, pin, tag_of
+    from weenv.environment.plan import as_text, parse_plan, read_plan
 
-    loaded = _load(path)
+    data = read_plan(path)
+    loaded = parse_plan(data, path)
     if only_check:
         asked = [(use.ref, tag_of(use.ref)) for use in loaded.groups]
         tags = [tag for _, tag in asked if tag]
@@ -165,8 +167,7 @@ def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: 
     groups = with_resolver(config_path, plain_http, lambda r: r.resolve_all(refs), max_age=0.0)
     for text in _not_lazy_groups(groups):
         click.echo(f"weenv: note: {render.plain(text)}", err=True)
-    with open(path, encoding="utf-8") as file:
-        text = lock_text(file.read(), path, groups)
+    text = lock_text(as_text(data, path), path, groups)
     target = path if in_place else output
     if target:
         write_atomic(target, text.encode(), mode=0o644)

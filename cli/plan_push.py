@@ -37,18 +37,14 @@ def push(path: str, reference: str, config_path: str, plain_http: tuple[str, ...
       weenv plan push task.yaml oci:./plans:task-17
     """
     from weenv.cli.plan import with_resolver
-    from weenv.environment.plan import load_plan
+    from weenv.environment.plan import as_text, parse_plan, read_plan
     from weenv.environment.planref import push_plan
-    from weenv.environment.yamlnodes import PlanError
     from weenv.registry.reference import parse_location
 
     location = parse_location(reference)
-    load_plan(path)
-    try:
-        with open(path, encoding="utf-8") as file:
-            text = file.read()
-    except UnicodeDecodeError as error:
-        raise PlanError("not UTF-8", where=path) from error
+    data = read_plan(path)
+    parse_plan(data, path)
+    text = as_text(data, path)
 
     async def work(resolver: Resolver) -> Descriptor:
         return await push_plan(resolver.client, location, text, path)

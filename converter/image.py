@@ -75,7 +75,9 @@ _STALE = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class Outcome:
+    """What became of one layer's blob."""
+
     status: str
     reason: str
     layer: LayerDescriptor | None = None
@@ -108,11 +110,14 @@ async def convert_image(src: str, dst: str, *, options: ConvertOptions | None = 
 
 async def convert_between(
     source: Source, destination: Destination, options: ConvertOptions, *, src: str, dst: str,
-    hint: tuple[str, str] | None = None,
+    hint: tuple[str, str] | None = None, work: Conversion | None = None,
 ) -> ConvertResult:  # fmt: skip
-    """:func:`convert_image` between two ends that the caller made and closes; ``src`` and ``dst`` are for the result."""
+    """:func:`convert_image` between two ends that the caller made and closes; ``src`` and ``dst`` are for the result.
+
+    ``work`` is what is done with the image, where that is not a conversion; it is closed at the end.
+    """
     began = time.monotonic()
-    work = _Conversion(source, destination, options, hint)
+    work = work or Conversion(source, destination, options, hint)
     try:
         data, descriptor = await source.root()
         await asyncio.to_thread(destination.open)
@@ -144,7 +149,10 @@ class _Once(Generic[T]):
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)
 
 
-class _Conversion:
+class Conversion:
+    """One conversion between two ends. Who does something else with an image's layers overrides :meth:`manifest`
+    and :meth:`convert_layer`."""
+
     def __init__(
         self, source: Source, destination: Destination, options: ConvertOptions, hint: tuple[str, str] | None
     ) -> None:
@@ -153,7 +161,7 @@ class _Conversion:
         self._options = options
         self._hint = hint
         self._memory = Memory(options.cache_dir, options.target, options.level)
-        self._layers: _Once[_Outcome] = _Once()
+        self._layers: _Once[Outcome] = _Once()
         self._copies: _Once[None] = _Once()
         self._children: _Once[Descriptor] = _Once()
         self._encoding = asyncio.Semaphore(options.jobs)
@@ -175,7 +183,7 @@ class _Conversion:
         parsed = parse_manifest(data, descriptor.media_type, descriptor.digest)
         if isinstance(parsed, Index):
             return await self._index(parsed, descriptor, depth)
-        return await self._manifest(parsed, descriptor, platform)
+        return await self.manifest(parsed, descriptor, platform)
 
     async def _index(self, index: Index, old: Descriptor, depth: int) -> tuple[Descriptor, bytes]:
         if depth >= MAX_INDEX_DEPTH:
@@ -209,7 +217,8 @@ class _Conversion:
         data = index.with_manifests(changed)
         return _described(data, OCI_INDEX), data
 
-    async def _manifest(self, manifest: Manifest, old: Descriptor, platform: str) -> tuple[Descriptor, bytes]:
+    async def manifest(self, manifest: Manifest, old: Descriptor, platform: str) -> tuple[Descriptor, bytes]:
+        """Convert one manifest."""
         if not manifest.is_image:
             return await self._as_it_is(manifest, old, platform, "not a container image")
         if self._options.platforms and platform and platform not in self._options.platforms:
@@ -258,7 +267,7 @@ class _Conversion:
         return new_manifest, data
 
     async def _as_it_is(self, manifest: Manifest, old: Descriptor, platform: str, reason: str) -> tuple[Descriptor, bytes]:
-        await gather_all(self._copy(manifest.config), *(self._copy(layer) for layer in manifest.layers))
+        await gather_all(self.copy(manifest.config), *(self.copy(layer) for layer in manifest.layers))
         self.manifests.append(ManifestResult(platform, old, old, reason))
         return replace(old, media_type=manifest.media_type), manifest.data
 
@@ -270,42 +279,43 @@ class _Conversion:
 
     # -- layers -------------------------------------------------------------------------------------------------
 
-    async def _layer(self, layer: Descriptor, diff_id: str) -> _Outcome:
+    async def _layer(self, layer: Descriptor, diff_id: str) -> Outcome:
         outcome, first = await self._layers.do(layer.digest, lambda: self._work(layer, diff_id))
         if not first:
             outcome = replace(outcome, seconds=0.0)
         if outcome.layer is not None and outcome.diff_id != diff_id:
             # Two images list one layer under two diffIDs: one of them is wrong, and it is not to be made worse.
-            await self._copy(layer)
-            return _Outcome(COPIED, f"its content has diffID {outcome.diff_id}, the config says {diff_id}")
+            await self.copy(layer)
+            return Outcome(COPIED, f"its content has diffID {outcome.diff_id}, the config says {diff_id}")
         return outcome
 
-    async def _work(self, layer: Descriptor, diff_id: str) -> _Outcome:
+    async def _work(self, layer: Descriptor, diff_id: str) -> Outcome:
         began = time.monotonic()
         try:
-            outcome = await self._convert(layer, diff_id)
+            outcome = await self.convert_layer(layer, diff_id)
         except VerificationError:
             raise  # the source's bytes are not what its manifest promises
         except FormatError as error:
-            await self._copy(layer)
-            outcome = _Outcome(COPIED, str(error))
+            await self.copy(layer)
+            outcome = Outcome(COPIED, str(error))
         self._report("done", layer.digest, layer.size, layer.size, outcome.status)
         return replace(outcome, seconds=time.monotonic() - began)
 
-    async def _convert(self, layer: Descriptor, diff_id: str) -> _Outcome:
+    async def convert_layer(self, layer: Descriptor, diff_id: str) -> Outcome:
+        """Have a layer's blob, converted or not, at the destination; its diffID is to be ``diff_id``."""
         if not layer.compression:
-            return await self._copied(layer, f"not a tar layer: {layer.media_type[:100]}")
+            return await self.copied_as_it_is(layer, f"not a tar layer: {layer.media_type[:100]}")
         if layer.foreign:
-            return await self._copied(layer, "a layer that is not to be redistributed")
-        ours = await self._already(layer, diff_id)
+            return await self.copied_as_it_is(layer, "a layer that is not to be redistributed")
+        ours = await self.already_ours(layer, diff_id)
         if ours is not None:
-            await self._copy(layer)
+            await self.copy(layer)
             return ours
         known = None if self._options.force else self._memory.find(layer.digest)
         if known is not None and known.diff_id == diff_id:
             blob = Descriptor(MEDIA_TYPE, known.layer.digest, known.layer.size)
             if await self._destination.has(blob, mount=False):
-                return _Outcome(SKIPPED, "converted before", known.layer, known.diff_id, known.stream_size)
+                return Outcome(SKIPPED, "converted before", known.layer, known.diff_id, known.stream_size)
         async with self._spooled:
             spool = os.path.join(self._destination.scratch, "in-" + secrets.token_hex(8))
             out = os.path.join(self._destination.scratch, "out-" + secrets.token_hex(8))
@@ -322,7 +332,8 @@ class _Conversion:
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(spool)
                 if encoded.diff_id != diff_id:
-                    return await self._copied(layer, f"its content has diffID {encoded.diff_id}, the config says {diff_id}")
+                    reason = f"its content has diffID {encoded.diff_id}, the config says {diff_id}"
+                    return await self.copied_as_it_is(layer, reason)
                 blob = Descriptor(MEDIA_TYPE, encoded.blob_digest, encoded.blob_size)
                 if not await self._destination.has(blob, mount=False):
                     await self._destination.put(
@@ -334,9 +345,9 @@ class _Conversion:
                         os.unlink(temporary)
         result = Remembered(encoded.descriptor(), encoded.diff_id, encoded.stream_size)
         self._memory.store(layer.digest, result)
-        return _Outcome(CONVERTED, "", result.layer, result.diff_id, result.stream_size)
+        return Outcome(CONVERTED, "", result.layer, result.diff_id, result.stream_size)
 
-    async def _already(self, layer: Descriptor, diff_id: str) -> _Outcome | None:
+    async def already_ours(self, layer: Descriptor, diff_id: str) -> Outcome | None:
         """The outcome for a layer that is in our format, checked as far as its tail; None for any other."""
         try:
             claimed = parse_annotations(layer.annotations, self._options.limits)
@@ -356,7 +367,7 @@ class _Conversion:
             return None  # its content is still a tar stream: converted anew
         if toc.diff_id != diff_id:
             return None
-        return _Outcome(SKIPPED, "already in the format", claimed, toc.diff_id, toc.stream_size)
+        return Outcome(SKIPPED, "already in the format", claimed, toc.diff_id, toc.stream_size)
 
     async def _encode(self, layer: Descriptor, path: str, out: str) -> EncodedLayer:
         taken = None
@@ -364,11 +375,13 @@ class _Conversion:
             taken = lambda done: self._report("convert", layer.digest, done, layer.size)  # noqa: E731
         return await in_thread(None, lambda cancel: encode_file(path, out, self._options, cancel, taken))
 
-    async def _copied(self, layer: Descriptor, reason: str) -> _Outcome:
-        await self._copy(layer)
-        return _Outcome(COPIED, reason)
+    async def copied_as_it_is(self, layer: Descriptor, reason: str) -> Outcome:
+        """The same, with the outcome that says why."""
+        await self.copy(layer)
+        return Outcome(COPIED, reason)
 
-    async def _copy(self, blob: Descriptor) -> None:
+    async def copy(self, blob: Descriptor) -> None:
+        """Have a blob at the destination as it is."""
         await self._copies.do(blob.digest, lambda: self._copy_now(blob))
 
     async def _copy_now(self, blob: Descriptor) -> None:

@@ -1,13 +1,16 @@
-"""Small asyncio pieces: one flight per key, locks per key, background tasks that are never lost or silent."""
+"""Small asyncio pieces: one flight per key, locks per key, background tasks that are never lost or silent, room for many."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
 from contextlib import asynccontextmanager
 from typing import Any, Generic, TypeVar
+
+from weenv.core.accepting import complain, is_short
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -118,3 +121,19 @@ async def gather_all(*work: Awaitable[T]) -> list[T]:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         raise
+
+
+def expect_many() -> None:
+    """For a daemon, in its event loop: it may have as many descriptors as it is allowed to, and says once, instead of a
+    hundred times a second with a traceback each, that connections wait for want of them."""
+    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    asyncio.get_running_loop().set_exception_handler(_handle)
+
+
+def _handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    error = context.get("exception")
+    if isinstance(error, OSError) and is_short(error) and "socket" in context:  # asyncio/selector_events.py, _accept_connection
+        complain(error)
+    else:
+        loop.default_exception_handler(context)

@@ -11,11 +11,13 @@ import os
 import socket
 import socketserver
 import threading
+import time
 from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, make_wsgi_app, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 
+from weenv.core.accepting import PAUSE, complain, is_short
 from weenv.core.errors import ConfigError
 from weenv.core.unixsocket import bind_private, claim_path
 
@@ -35,8 +37,25 @@ class _Quiet(WSGIRequestHandler):
         """Not logged."""
 
 
-class _UnixServer(socketserver.ThreadingMixIn, WSGIServer):
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
     daemon_threads = True
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """A connection, and its address. Raises OSError, after a pause where the loop would come back at once."""
+        try:
+            return super().get_request()
+        except OSError as error:
+            if is_short(error):
+                complain(error)
+                time.sleep(PAUSE)
+            raise
+
+
+class _Server6(_Server):
+    address_family = socket.AF_INET6
+
+
+class _UnixServer(_Server):
     address_family = socket.AF_UNIX
 
     def __init__(self, path: str) -> None:
@@ -46,10 +65,9 @@ class _UnixServer(socketserver.ThreadingMixIn, WSGIServer):
         self.setup_environ()
         self.server_activate()
 
-    def get_request(self) -> tuple[socket.socket, tuple[str, int]]:
-        """A connection; its address is made up."""
-        made, _ = self.socket.accept()
-        return made, ("local", 0)
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """As above; the address is made up."""
+        return super().get_request()[0], ("local", 0)
 
 
 class MetricsEndpoint:
@@ -62,19 +80,18 @@ class MetricsEndpoint:
         check_address(address)
         self._path = address.removeprefix(UNIX) if address.startswith(UNIX) else ""
         self._server: WSGIServer
-        self._thread: threading.Thread
         try:
             if self._path:
                 claim_path(self._path)
                 self._server = _UnixServer(self._path)
-                self._server.set_app(make_wsgi_app(metrics.registry))
-                self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
-                self._thread.start()
             else:
                 host, port = parse_loopback(address)
-                self._server, self._thread = start_http_server(port, host, registry=metrics.registry)
+                self._server = (_Server6 if ":" in host else _Server)((host, port), _Quiet)
         except OSError as error:
             raise ConfigError(f"metrics: cannot listen on {address}: {error.strerror}") from error
+        self._server.set_app(make_wsgi_app(metrics.registry))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
 
     @property
     def port(self) -> int:

@@ -1,4 +1,4 @@
-"""What every daemon does: be the only one, wait for its end, keep out of the garbage collector's way."""
+"""What every daemon does: be the only one, have children, wait for its end, keep out of the garbage collector's way."""
 
 from __future__ import annotations
 
@@ -66,6 +66,26 @@ def holder_of(root: str, name: str = "lock") -> tuple[bool, int]:
         return False, 0
     finally:
         os.close(fd)
+
+
+def fork() -> tuple[int, int]:
+    """fork(2): the child's id and a descriptor of it (pidfd_open(2)); twice 0 in the child. For a process with one thread.
+
+    Raises OSError, where there is no child then.
+    """
+    spare = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)  # whose place the child's takes: there may be no other
+    try:
+        pid = os.fork()
+    finally:
+        os.close(spare)
+    if pid == 0:
+        return 0, 0
+    try:
+        return pid, os.pidfd_open(pid)
+    except OSError:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        raise
 
 
 def oom_score(wanted: str) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 from typing import Any, TypeVar
 
 from weenv.core.errors import ConfigError
-from weenv.core.regular import read_whole, regular
+from weenv.core.regular import given, read_file
 
 T = TypeVar("T")
 
@@ -24,8 +24,7 @@ TABLES = frozenset({"snapshotter", "blobfs", "registry", "run", "compose", "poli
 def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
     """The file's tables; none where the default file does not exist. Raises :class:`ConfigError`."""
     try:
-        with open(path, "rb", opener=regular) as file:
-            data = read_whole(file, _MAX_CONFIG)
+        data = read_file(path, _MAX_CONFIG, given)
     except FileNotFoundError as error:
         if path != DEFAULT_CONFIG:
             raise ConfigError(f"no such file: {path}", hint="write it, or leave --config out") from error

@@ -15,7 +15,7 @@ from weenv.environment.runconfig import RunConfig
 from weenv.plugin.nri.config import AdmissionRules, CpuRules, ElasticConfig, MemoryRules
 from weenv.plugin.nri.nriconfig import NriConfig
 from weenv.plugin.nri.serveconfig import ServeConfig
-from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, CacheConfig, FillConfig
+from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig, CacheConfig, FillConfig, PrefetchConfig
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.registry.config import RegistryConfig
 
@@ -29,10 +29,11 @@ One more table, `[policy]`, is described in [groups.md](groups.md).
 """
 
 TABLES: list[tuple[str, type[Any], set[str], str]] = [
-    ("snapshotter", SnapshotterConfig, {"registry"}, "`weenv snapshotter serve`."),
+    ("snapshotter", SnapshotterConfig, {"registry", "blobfs_socket"}, "`weenv snapshotter serve`."),
     ("registry", RegistryConfig, set(), "How registries are reached, by both daemons."),
-    ("blobfs", BlobfsConfig, {"fill", "cache"}, "`weenv blobfs serve`."),
+    ("blobfs", BlobfsConfig, {"fill", "cache", "prefetch"}, "`weenv blobfs serve`."),
     ("blobfs.fill", FillConfig, set(), "Fetching the rest of a layer when nobody needs the machine."),
+    ("blobfs.prefetch", PrefetchConfig, set(), "What profiles of images say is needed ([profiles.md](profiles.md))."),
     ("blobfs.cache", CacheConfig, set(), "How much of the layers' data is kept on disk ([cache.md](cache.md))."),
     ("run", RunConfig, set(), "Defaults of `weenv run`, `exec`, `ps` and their like; options of the commands win."),
     ("compose", ComposeConfig, set(), "Groups of plans that are not in the lazy format (plans.md)."),

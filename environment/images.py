@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from weenv.core.digest import chain_id, is_digest, verify
 from weenv.core.errors import ConfigError, FormatError, WeenvError
+from weenv.core.regular import given
 from weenv.environment import recall
 from weenv.environment.model import GroupUse, Plan
 from weenv.environment.node import Node
@@ -79,7 +80,7 @@ def _as_it_is(name: str, node: Node) -> bool:
 
 async def _from_file(path: str, node: Node, fresh: bool) -> Ready:
     try:
-        with open(path, "rb") as file:  # noqa: ASYNC230 - a local file, read before anything else is going on
+        with open(path, "rb", opener=given) as file:  # noqa: ASYNC230 - a local file, read before anything else is going on
             text = file.read(recall.MAX_PLAN + 1)
     except OSError as error:
         from weenv.environment.yamlnodes import PlanError

@@ -30,9 +30,9 @@ from typing import TypeVar
 import yaml
 
 from weenv.core.errors import BadReference
-from weenv.core.regular import regular
+from weenv.core.regular import given, regular
 from weenv.environment.model import API_VERSION, KIND, Amount, GroupUse, Mutation, Plan, PlanConfig, Resources
-from weenv.environment.yamlnodes import Document, PlanError
+from weenv.environment.yamlnodes import MAX_BYTES, Document, PlanError
 from weenv.registry.reference import parse_location
 
 T = TypeVar("T")
@@ -50,14 +50,26 @@ _CHANGES = ("patch", "files", "delete", "chmod", "symlink", "run", "git")
 _MUTATION = frozenset({*_CHANGES, "directory", "strip", "owner", "mode"})
 
 
-def load_plan(path: str) -> Plan:
-    """Read a plan file. Raises PlanError, also where it cannot be read."""
+def read_plan(path: str) -> bytes:
+    """A plan file's text, one byte more than MAX_BYTES of it at most. Raises PlanError."""
     try:
-        with open(path, "rb") as file:
-            text = file.read((64 << 20) + 1)
+        with open(path, "rb", opener=given) as file:
+            return file.read(MAX_BYTES + 1)
     except OSError as error:
         raise PlanError(f"cannot be read: {error.strerror}", where=path, hint="name the plan's file") from error
-    return parse_plan(text, path)
+
+
+def as_text(data: bytes, source: str) -> str:
+    """A plan's text where it is to be written again; YAML may be UTF-16, too. Raises PlanError."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise PlanError("not UTF-8", where=source) from error
+
+
+def load_plan(path: str) -> Plan:
+    """Read a plan file. Raises PlanError, also where it cannot be read."""
+    return parse_plan(read_plan(path), path)
 
 
 def parse_plan(text: str | bytes, source: str = "plan", *, files: bool = True) -> Plan:
@@ -277,4 +289,4 @@ class _Reader:
         return Amount(start, ceiling)
 
 
-__all__ = ["PlanError", "load_plan", "parse_plan"]
+__all__ = ["PlanError", "as_text", "load_plan", "parse_plan", "read_plan"]

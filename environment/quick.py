@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from weenv.core.regular import regular
 from weenv.core.settings import DEFAULT_CONFIG
 from weenv.environment import accounts, admission, owner, recall
 from weenv.environment.outlet import AT_MOST, HURRY, LAST, Outlet
@@ -104,7 +105,7 @@ def run(argv: Sequence[str]) -> int | None:
         runtime=asked["runtime"],
     )
     try:
-        with open(asked["target"], "rb") as file:
+        with open(asked["target"], "rb", opener=regular) as file:
             text = file.read(recall.MAX_PLAN + 1)
     except OSError:
         return None

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from weenv import __version__
+from weenv.core.regular import regular
 from weenv.environment.model import Amount, Resources
 from weenv.environment.notlazy import said
 
@@ -72,7 +73,7 @@ def seal(paths: Iterable[str]) -> list[list[str]]:
     """
     made = []
     for path in paths:
-        with open(path, "rb") as file:
+        with open(path, "rb", opener=regular) as file:
             made.append([os.path.abspath(path), hashlib.sha256(file.read(_MAX)).hexdigest()])
     return made
 

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import os
 import random
+import resource
 import shutil
 import signal
 import socket
@@ -23,6 +24,7 @@ from typing import Any
 import pytest
 
 from test_planes import large, tar_of  # noqa: F401
+from weenv.core import procfs
 from weenv.core.errors import MountError
 from weenv.plugin.snapshotter.planes import fuse as planes_fuse
 from weenv.plugin.snapshotter.planes.base import LAZY, Attachment
@@ -226,6 +228,22 @@ def test_servers_killed_again_and_again_under_readers(fuse: Rig, here: str) -> N
     print(f"{kills} servers killed in {SECONDS:.0f} s under {len(read)} readers: {sum(read)} files read, {len(wrong)} wrong")
     assert not wrong, wrong[:5]
     assert kills and target not in fuse.lost
+
+
+def test_a_server_that_cannot_be_started_is_started_when_there_is_room(fuse: Rig, large: tuple[str, bytes]) -> None:
+    target = fuse.attach(fuse.add(large[0]))
+    server = fuse.server(target)
+    host = procfs.stat(server).parent
+    limits = resource.prlimit(host, resource.RLIMIT_NOFILE)
+    resource.prlimit(host, resource.RLIMIT_NOFILE, (3, limits[1]))
+    try:
+        end_processes([server])
+        wait_until("the host to have tried", lambda: not os.path.exists(f"/proc/{server}") and procfs.stat(host).state == "S")
+    finally:
+        resource.prlimit(host, resource.RLIMIT_NOFILE, limits)
+    assert Path(target, "small").read_bytes() == b"small\n"
+    assert procfs.stat(fuse.server(target)).parent == host
+    assert target not in fuse.lost
 
 
 def test_nobody_goes_on_with_another_image(fuse: Rig, here: str) -> None:

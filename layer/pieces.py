@@ -50,8 +50,13 @@ MAX_GAP = 64 << 20
 UNKNOWN_DIFF_ID = "sha256:" + "0" * 64
 """Stands in a :class:`~weenv.layer.toc.Toc` for the digest of a tar stream that nobody has."""
 
+MAX_PIECES = 1 << 16
+"""Pieces of one frame: its files' if they are small, each with a header's room. More are nobody's but a hostile TOC's, and
+take some 250 bytes of memory each while a frame is put together."""
+
 _WHAT = "piece table"
 _HEAD = struct.Struct("<HHII")
+_ZEROS = bytes(64 << 10)
 _MAX_WINDOW = 64 << 20
 """The largest window that a unit may ask for. Its decompressor allocates it before there is a digest to check."""
 
@@ -92,6 +97,8 @@ def check_pieces(frames: Frames, pieces: Pieces, limits: Limits = DEFAULT_LIMITS
         raise FormatError("a frame has no pieces", member=_WHAT)
     if not count:
         return
+    if int(np.diff(first).max()) > MAX_PIECES:
+        raise LimitError(f"more than {MAX_PIECES} pieces in a frame", member=_WHAT)
     columns = (pieces.size, pieces.skip, pieces.place, pieces.unit)
     size, skip, place, unit = (column.astype(np.int64) for column in columns)
     if int(size.min()) == 0:
@@ -152,15 +159,31 @@ def verify_frame(frames: Frames, pieces: Pieces, number: int, compressed: Buffer
     return b"".join(parts)
 
 
-def verify_content(frames: Frames, pieces: Pieces, number: int, content: Buffer) -> None:
-    """Raise :class:`VerificationError` unless ``content``, from a disk, is what frame ``number`` is to hold."""
+def verify_content(frames: Frames, pieces: Pieces, number: int, content: bytes) -> None:
+    """Raise :class:`VerificationError` unless ``content``, from a disk, is what frame ``number`` is to hold.
+
+    Between its pieces, where files have short runs of zeros, and are padded, it has to be zero.
+    """
     view, what = memoryview(content), f"frame {number}"
     if len(view) != int(frames.content_sizes[number]):
         raise VerificationError(f"has {len(view)} bytes, expected {int(frames.content_sizes[number])}", member=what)
-    for piece in range(int(pieces.first[number]), int(pieces.first[number + 1])):
-        place, size = int(pieces.place[piece]), int(pieces.size[piece])
-        if hashlib.sha256(view[place : place + size]).digest() != pieces.digests[piece].tobytes():
+    low, high = int(pieces.first[number]), int(pieces.first[number + 1])
+    sizes, places = pieces.size[low:high].tolist(), pieces.place[low:high].tolist()
+    position = 0
+    for piece, (place, size) in enumerate(zip(places, sizes, strict=True), low):
+        _check_zeros(content, position, place, what)
+        position = place + size
+        if hashlib.sha256(view[place:position]).digest() != pieces.digests[piece].tobytes():
             raise VerificationError("its content does not have the digest in the TOC", member=what)
+    _check_zeros(content, position, len(content), what)
+
+
+def _check_zeros(content: bytes, begin: int, end: int, what: str) -> None:
+    while begin < end:
+        upto = min(end, begin + len(_ZEROS))
+        if content[begin:upto] != _ZEROS[: upto - begin]:
+            raise VerificationError("it is not zero where there is nothing", member=what)
+        begin = upto
 
 
 def _inflate(unit: memoryview, needed: int, what: str) -> bytes:

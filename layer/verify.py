@@ -22,11 +22,12 @@ from weenv.layer.zframe import Buffer
 LAYER_ANNOTATION = "containerd.io/snapshot/weenv.layer"
 TOC_ANNOTATION = "containerd.io/snapshot/weenv.toc"
 SOURCE_ANNOTATION = "containerd.io/snapshot/weenv.source"
+PREFETCH_ANNOTATION = "containerd.io/snapshot/weenv.prefetch"
 """Annotations of a layer descriptor; unpacking clients hand those with this prefix to the snapshotter as labels."""
 
 MEDIA_TYPE = "application/vnd.oci.image.layer.v1.tar+zstd"
 
-_MAX_LABEL = 4096
+MAX_LABEL = 4096
 """containerd's limit for a label's key and value together (pkg/labels/validate.go)."""
 _MAX_SIZE = (1 << 63) - 1
 _NUMBER = re.compile(r"(0|[1-9][0-9]{0,18})\Z", re.ASCII)
@@ -56,6 +57,8 @@ class LayerDescriptor:
     foreign: bool = False
     """True where the tail was made on this node from the TOC of a blob in somebody else's format: then it is in no blob, and
     ``size`` is where it would end behind the blob's last frame."""
+    prefetch: str = ""
+    """What to fetch ahead (profile.py): a hint, carried along as it came and looked at by nobody but who fetches."""
 
     def annotations(self) -> dict[str, str]:
         """The annotations that say so; :func:`parse_annotations` is the inverse."""
@@ -65,6 +68,8 @@ class LayerDescriptor:
         }
         if self.source is not None:
             result[SOURCE_ANNOTATION] = "/".join(self.source)
+        if self.prefetch:
+            result[PREFETCH_ANNOTATION] = self.prefetch
         return result
 
 
@@ -83,6 +88,7 @@ def parse_annotations(annotations: Mapping[str, str], limits: Limits = DEFAULT_L
     layer = _fields(annotations, LAYER_ANNOTATION, 2)
     toc = _fields(annotations, TOC_ANNOTATION, 3)
     source = annotations.get(SOURCE_ANNOTATION)
+    prefetch = annotations.get(PREFETCH_ANNOTATION, "")
     descriptor = LayerDescriptor(
         digest=_digest(layer[0], LAYER_ANNOTATION),
         size=_number(layer[1], LAYER_ANNOTATION),
@@ -90,6 +96,7 @@ def parse_annotations(annotations: Mapping[str, str], limits: Limits = DEFAULT_L
         toc_length=_number(toc[1], TOC_ANNOTATION),
         toc_digest=_digest(toc[2], TOC_ANNOTATION),
         source=None if source is None else parse_source(source),
+        prefetch=prefetch if len(PREFETCH_ANNOTATION) + len(prefetch) <= MAX_LABEL else "",
     )
     if descriptor.toc_length > limits.max_toc_compressed:
         raise LimitError(f"a tail of {descriptor.toc_length} bytes", member=TOC_ANNOTATION)
@@ -110,7 +117,7 @@ def _fields(annotations: Mapping[str, str], key: str, count: int) -> list[str]:
     value = annotations.get(key)
     if value is None:
         raise FormatError("missing, though its companion is there", member=key)
-    fields = value.split(",", count) if len(key) + len(value) <= _MAX_LABEL else []
+    fields = value.split(",", count) if len(key) + len(value) <= MAX_LABEL else []
     if len(fields) != count:
         raise FormatError(f"not {count} values with commas between them", member=key)
     return fields

@@ -349,7 +349,7 @@ class RegistryClient:
             try:
                 if answer.status in REDIRECTS:
                     hops += 1
-                    url = self.next_hop(url, answer, endpoint.name, hops)
+                    url = await self.next_hop(url, answer, endpoint.name, hops)
                 elif answer.status not in REFUSED or here in renewed:
                     return answer, url
                 else:
@@ -389,7 +389,7 @@ class RegistryClient:
         found = self._foreign[origin(url), scope] = (Endpoint(host, host, parts.scheme), asked)
         return found
 
-    def next_hop(self, url: str, answer: aiohttp.ClientResponse, host: str, hops: int) -> str:
+    async def next_hop(self, url: str, answer: aiohttp.ClientResponse, host: str, hops: int) -> str:
         """The URL that a redirect leads to. Raises SourceError for one that is not to be followed."""
         location = answer.headers.get("Location", "")
         try:
@@ -408,7 +408,7 @@ class RegistryClient:
                 f"{host} redirects from TLS to plain HTTP at {parts.hostname}",
                 hint="list that host as plain HTTP if this is meant",
             )
-        if leads_inside(url, target, self.config):
+        if await asyncio.to_thread(leads_inside, url, target, self.config):
             raise SourceError(
                 f"{host} redirects to {parts.hostname}, which is this node or its link",
                 hint="list that host in [registry] allow_sources if this is meant",
@@ -511,6 +511,11 @@ class RegistryClient:
 
     async def _fetch_token(self, request: TokenRequest, authorization: str, server: Endpoint) -> bytes:
         host = urlsplit(request.url).netloc
+        if await asyncio.to_thread(leads_inside, server.origin, request.url, self.config):
+            raise SourceError(
+                f"{server.name} wants a token fetched from {host}, which is this node or its link",
+                hint="list that host in [registry] allow_sources if this is meant",
+            )
         headers = {"Accept": "application/json"}
         if authorization:
             headers["Authorization"] = authorization

@@ -10,12 +10,15 @@ from urllib.parse import urlsplit
 
 from weenv.core import settings
 from weenv.core.errors import ConfigError
+from weenv.core.regular import held
 from weenv.registry.reference import api_host, check_host
 
 if TYPE_CHECKING:
     import ssl
 
 USER_AGENT = "weenv/0.1"
+MAX_CERTIFICATES = 16 << 20
+"""Bytes of a file of certificates or keys; a system's whole bundle has a quarter of a MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,17 +122,30 @@ class RegistryConfig:
         for path in (self.ca_file, *ca):
             try:
                 if path:
-                    context.load_verify_locations(path)
+                    with held(path, MAX_CERTIFICATES) as name:
+                        context.load_verify_locations(name)
             except (OSError, ssl.SSLError) as error:
-                raise ConfigError(f"cannot use the CA bundle {path}: {error}") from error
+                raise ConfigError(f"cannot use the CA bundle {path}: {_why(error)}") from error
         for certificate, key in client:
             try:
-                context.load_cert_chain(certificate, key or None, password=_no_password)
+                load_pair(context, certificate, key)
             except (OSError, ssl.SSLError, ValueError) as error:
-                raise ConfigError(f"cannot use the client certificate {certificate}: {error}") from error
+                raise ConfigError(f"cannot use the client certificate {certificate}: {_why(error)}") from error
         if skip_verify:
             context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
         return context
+
+
+def load_pair(context: ssl.SSLContext, certificate: str, key: str) -> None:
+    """Have a context show a certificate; ``key`` is empty where one file holds both. Raises ConfigError, OSError (as ssl
+    does), ValueError where the key is encrypted."""
+    with held(certificate, MAX_CERTIFICATES) as shown, held(key or certificate, MAX_CERTIFICATES) as private:
+        context.load_cert_chain(shown, private, password=_no_password)
+
+
+def _why(error: Exception) -> str:
+    """What an error says, without the name of a file, which is ours."""
+    return str(getattr(error, "strerror", None) or error)
 
 
 def _no_password() -> str:

@@ -1,6 +1,7 @@
-"""Hosts that somebody else's annotation must not make this node contact: the node itself and its link.
+"""Hosts that somebody else must not make this node contact: the node itself and its link.
 
-Whoever publishes an image writes its annotations, one of which names a registry. A node that goes wherever it is sent can be
+Whoever publishes an image writes its annotations, one of which names a registry; a registry redirects, and names the server
+that gives out tokens, whose answer it is then sent. A node that goes wherever it is sent can be
 made to ask services that trust it because of where it is: those on loopback, and a cloud's metadata service, which
 hands out credentials. Private networks are not among them: that is where registries of an organisation are.
 
@@ -75,19 +76,27 @@ async def is_internal(host: str) -> bool:
 def leads_inside(source: str, target: str, config: RegistryConfig) -> bool:
     """Whether a redirect from URL ``source`` to URL ``target`` leads to this node, its link or a metadata service.
 
-    Judged by the name in the URL, as it stands there. A registry on loopback may lead elsewhere on loopback, and any to what is
-    configured.
+    So does a token's realm. A name is judged as it stands there and by the addresses that it has now, so this waits for the
+    resolver. A registry on loopback may lead elsewhere on loopback, and any to what is configured.
     """
     there = urlsplit(target)
     here, name = (_plainly(part.hostname or "") for part in (urlsplit(source), there))
     if name == here or config.is_configured(there.netloc.rpartition("@")[2]):
         return False
-    if is_loopback(name):
-        return not is_loopback(here)
-    try:
-        return is_internal_address(name)
-    except ValueError:
+    inside = [address for address in _addresses(name) if is_internal_address(address)]
+    if not inside:
         return False
+    return not all(map(is_loopback, [*inside, *(_addresses(here) or ["unknown"])]))
+
+
+def _addresses(name: str) -> list[str]:
+    """What a name resolves to; nothing where it does not, for whoever connects will be told."""
+    if is_loopback(name):
+        return ["127.0.0.1"]
+    try:
+        return [str(found[4][0]) for found in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
+    except (OSError, UnicodeError):
+        return []
 
 
 def _plainly(name: str) -> str:

@@ -10,80 +10,43 @@ whoever holds its socket meanwhile accepts, says what an HTTP/2 server begins wi
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Final
+
+from weenv.core.accepting import Entrance
 
 SETTINGS: Final = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """An empty SETTINGS frame, with which an HTTP/2 server begins (RFC 9113, 3.4); more of them may follow at any time."""
 MOST: Final = 128
-"""Connections greeted and not given to a server yet; further ones wait to be accepted."""
-_PAUSE: Final = 0.2
-"""Seconds until it is looked again whether there is room: grpc-go waits for a second."""
-_SHORT: Final = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM})
-"""What accept(2) says where the machine has no room, and the connection stays in the queue."""
+"""Connections greeted and not given to a server yet; further ones take the place of silent ones, or wait to be accepted."""
 
 
-class Lobby:
-    """Those who wait at ``listener``, which is made non-blocking; each is told ``greeting``.
-
-    Whoever has one calls :meth:`open` with what it polls by, then, again and again, :meth:`tend`, polls for no longer than
-    :meth:`timeout`, and calls :meth:`admit` where the listener has something; :meth:`shut` in the end.
-    """
+class Lobby(Entrance):
+    """Those who wait at ``listener``; each is told ``greeting``. :meth:`admit` is to be called in the place of ``accept``."""
 
     def __init__(self, listener: socket.socket, greeting: bytes = SETTINGS) -> None:
-        self.listener = listener
+        super().__init__(listener)
         self.waiting: list[socket.socket] = []
         self._greeting = greeting
-        self._poll: select.poll | None = None
-        self._due: float | None = None
-        listener.setblocking(False)
 
-    def open(self, poll: select.poll) -> None:
-        """Have the listener polled for by ``poll``, unless it is."""
-        if self._poll is None:
-            self._poll = poll
-            poll.register(self.listener, select.POLLIN)
-
-    def shut(self) -> None:
-        """No longer."""
-        if self._poll is not None and self._due is None:
-            self._poll.unregister(self.listener)
-        self._poll = self._due = None
-
-    def _pause(self) -> None:
-        """There is no room: whoever comes waits to be accepted, and the listener would have us look all the time."""
-        if self._poll is not None and self._due is None:
-            self._poll.unregister(self.listener)
-            self._due = time.monotonic() + _PAUSE
-
-    def tend(self) -> None:
-        """Look, where that is due, whether there is room again."""
-        if self._poll is None or self._due is None or time.monotonic() < self._due:
-            return
-        self._drop_gone()
-        self._due = time.monotonic() + _PAUSE
-        if len(self.waiting) < MOST:
-            self._due = None
-            self._poll.register(self.listener, select.POLLIN)
-
-    def timeout(self) -> float | None:
-        """Milliseconds until :meth:`tend` has something to do; None where it has not."""
-        return None if self._due is None else max(0.0, self._due - time.monotonic()) * 1000 + 1
+    def has_room(self) -> bool:
+        """Whether another one may come; those who have left are no hindrance, nor are those who do not say anything."""
+        if len(self.waiting) >= MOST:
+            self._make_room()
+        return len(self.waiting) < MOST
 
     def admit(self) -> None:
         """Accept one, if there is one, and greet it."""
-        try:
-            connection, _ = self.listener.accept()
-        except OSError as error:
-            if error.errno in _SHORT:
-                self._pause()
-            return  # or a server took it
+        if not self.has_room():
+            self.rest()
+            return
+        connection = self.accept()
+        if connection is None:
+            return
         connection.setblocking(False)
         try:
             connection.send(self._greeting)
@@ -91,18 +54,21 @@ class Lobby:
             connection.close()  # it is gone again
             return
         self.waiting.append(connection)
-        if len(self.waiting) >= MOST:
-            self._drop_gone()
-            if len(self.waiting) >= MOST:
-                self._pause()
 
-    def _drop_gone(self) -> None:
-        """Close those whose other end is closed: who waits gives up after a while, and comes again."""
+    def _make_room(self) -> None:
+        """Close those whose other end is closed: who waits gives up after a while, and comes again.
+
+        Where there are none, the one that has been silent for longest: a gRPC client begins with some bytes of its own
+        (RFC 9113, 3.4), whatever the server says.
+        """
         poll = select.poll()
         for connection in self.waiting:
-            poll.register(connection, 0)
-        gone = {fd for fd, _ in poll.poll(0)}
-        for connection in [one for one in self.waiting if one.fileno() in gone]:
+            poll.register(connection, select.POLLIN)
+        found = dict(poll.poll(0))
+        ended = select.POLLHUP | select.POLLERR
+        leaving = [one for one in self.waiting if found.get(one.fileno(), 0) & ended]
+        leaving = leaving or [one for one in self.waiting if one.fileno() not in found][:1]
+        for connection in leaving:
             self.waiting.remove(connection)
             connection.close()
 

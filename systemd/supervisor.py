@@ -37,7 +37,7 @@ from typing import Final, NoReturn
 
 from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.log import configure
-from weenv.core.process import holder_of, only_instance, oom_score
+from weenv.core.process import fork, holder_of, only_instance, oom_score
 from weenv.core.unixsocket import bind_private, clear_path
 from weenv.systemd import notify
 from weenv.systemd.lobby import Lobby, make_channel
@@ -87,6 +87,12 @@ class Child:
     failures: int = 0
     asked: bool = False
     """It has been told to end."""
+
+    def close_channel(self) -> None:
+        """Nobody is at its other end."""
+        if self.channel is not None:
+            self.channel.close()
+            self.channel = None
 
 
 class Supervisor:
@@ -171,18 +177,28 @@ class Supervisor:
         passed = {child.name: child.listener.fileno()} if child.listener is not None else {}
         passed |= child.kept
         theirs = None
-        if child.lobby is not None:
-            child.channel, theirs = make_channel()
-            passed[f"{child.name}-waiting"] = theirs.fileno()
-        pid = os.fork()
-        if pid == 0:
-            try:
-                self._become(child, passed)
-            finally:
-                os._exit(127)
-        if theirs is not None:
-            theirs.close()
-        child.pid, child.handle = pid, os.pidfd_open(pid)
+        try:
+            if child.lobby is not None:
+                child.channel, theirs = make_channel()
+                passed[f"{child.name}-waiting"] = theirs.fileno()
+            pid, child.handle = fork()
+        except OSError as error:
+            child.failures += 1
+            delay = max(_STEADY, pause(child.failures))
+            child.due = time.monotonic() + delay
+            child.close_channel()
+            log.error("%s cannot be started: %s", child.name, error.strerror, extra={"in_seconds": delay})
+            return
+        else:
+            if pid == 0:
+                try:
+                    self._become(child, passed)
+                finally:
+                    os._exit(127)
+            child.pid = pid
+        finally:
+            if theirs is not None:
+                theirs.close()
         child.ready_at, child.asked = None, False
         self._by_pid[pid] = self._by_handle[child.handle] = child
         self._poll.register(child.handle, select.POLLIN)
@@ -311,9 +327,7 @@ class Supervisor:
         now = time.monotonic()
         steady = child.ready_at is not None and now - child.ready_at >= _STEADY
         child.pid, child.handle = 0, -1
-        if child.channel is not None:
-            child.channel.close()
-            child.channel = None
+        child.close_channel()
         if self._stop_at is not None:
             return
         if not self._served and child.ready_at is None and code in (1, 2):  # it has said why

@@ -43,4 +43,4 @@ def test_a_wrong_setting_is_named(table: object, named: str) -> None:
 def test_the_documented_settings_are_the_real_ones() -> None:
     page = Path(__file__).parent.parent.joinpath("docs/configuration.md").read_text()
     for name in BlobfsConfig.__dataclass_fields__:
-        assert f"`{name}`" in page or name in ("fill", "cache"), name
+        assert f"`{name}`" in page or name in ("fill", "cache", "prefetch"), name

@@ -16,18 +16,11 @@ from weenv.core.digest import sha256
 from weenv.core.errors import FormatError, SourceError, VerificationError
 from weenv.registry.client import RegistryClient
 from weenv.registry.groupref import keys as keyring
+from weenv.registry.groupref import search as searching
 from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, encode, parse_bundle, parse_statement
 from weenv.registry.groupref.policy import Payload, Signature, check_signatures
-from weenv.registry.groupref.sign import (
-    MAX_PAGES,
-    MAX_SIGNATURES,
-    REFERRER_TYPE,
-    referrers_tag,
-    sign,
-    signature_tag,
-    signatures,
-    verify,
-)
+from weenv.registry.groupref.search import MAX_PAGES, MAX_TAGGED, REFERRER_TYPE, Search, referrers_tag, signature_tag
+from weenv.registry.groupref.sign import sign, verify
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import OCI_INDEX, OCI_MANIFEST
 from weenv.registry.reference import parse_location
@@ -340,7 +333,7 @@ async def test_found_where_cosign_puts_them(algorithm: str, listed: dict[str, An
         await sign(client, location, other)
         assert (await verify(client, location, [public(other)])).key.fingerprint == public(other).fingerprint
         assert (await verify(client, location, [public(key)])).payload.optional["by"] == "me"
-        assert len(await signatures(client, location, digest)) == 3
+        assert len([each async for each in Search(client, location, digest).found()]) == 3
 
 
 @pytest.mark.parametrize("referrers", [True, False])
@@ -485,17 +478,52 @@ async def test_a_crowd_hides_no_other(referrers: bool) -> None:
         digest = image(sim, "t", "1")
         key, held, signs = KEYS["ed25519"], sim.repositories["t"], {"dev.sigstore.bundle.predicateType": SIGN}
         location = parse_location(f"{sim.host}/t:1")
-        for number in range(MAX_SIGNATURES + 6):
+        for number in range(MAX_TAGGED + 6):
             for kind in (BUNDLE_TYPE, REFERRER_TYPE):
                 attach(held, digest, b"junk%d" % number, listed={"artifactType": kind}, kind=kind)
         attach(held, digest, b"many", listed={"artifactType": BUNDLE_TYPE, "annotations": signs}, annotations=signs, times=70)
-        with pytest.raises(VerificationError, match="no signature counts"):
+        with pytest.raises(VerificationError, match="and more exist"):
             await verify(client, location, [public(key)], identity=["**"])
-        found = await signatures(client, location, digest)
-        assert len(found) <= 3 * MAX_SIGNATURES
         data = bundle_of(key, statement(digest))
         attach(held, digest, data, listed={"artifactType": BUNDLE_TYPE, "annotations": signs}, annotations=signs)
         assert await verify(client, location, [public(key)], identity=["**"])
+
+
+@pytest.mark.parametrize("referrers", [True, False])
+async def test_a_crowd_that_says_it_signs_hides_no_other(referrers: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever may push can say so; the right one is found among them, or it is said that not all were looked at."""
+    async with PushableRegistry(referrers=referrers, page=50) as sim, RegistryClient(QUICK) as client:
+        digest = image(sim, "t", "1")
+        key, other, held = KEYS["ed25519"], keyring.generate(), sim.repositories["t"]
+        signs = {"dev.sigstore.bundle.predicateType": SIGN}
+        location = parse_location(f"{sim.host}/t:1")
+        listed = {"artifactType": BUNDLE_TYPE, "annotations": signs}
+        for number in range(100):  # as good as the right one, but for the key
+            attach(held, digest, bundle_of(other, {**statement(digest), "x": number}), listed=listed, annotations=signs)
+        with pytest.raises(VerificationError, match="no signature counts"):
+            await verify(client, location, [public(key)], identity=["**"])
+        longer = {**statement(digest), "x": 1000}
+        attach(held, digest, bundle_of(key, longer), listed=listed, annotations=signs)
+        assert await verify(client, location, [public(key)], identity=["**"])
+        monkeypatch.setattr(searching, "MAX_LOOKED", 40)
+        with pytest.raises(VerificationError, match=r"none of the first 40 signatures counts, and more exist, .* another key"):
+            await verify(client, location, [public(keyring.generate())], identity=["**"])
+        await sign(client, location, key, storage="tag")
+        sim.seen.clear()
+        assert await verify(client, location, [public(key)]), "the tag is looked at first"
+        assert sim.count("registry", "GET", "/referrers/") == 0
+
+
+async def test_a_crowd_costs_no_more_than_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(searching, "MAX_TRAFFIC", 20_000)
+    async with PushableRegistry(referrers=True) as sim, RegistryClient(QUICK) as client:
+        digest = image(sim, "t", "1")
+        held, key = sim.repositories["t"], KEYS["ed25519"]
+        for number in range(30):
+            attach(held, digest, bundle_of(key, {**statement(digest), "x": number}))
+        search = Search(client, parse_location(f"{sim.host}/t:1"), digest)
+        assert 0 < len([each async for each in search.found()]) < 30
+        assert search.more
 
 
 @pytest.mark.parametrize("before", [0, 1, 4])
@@ -512,7 +540,7 @@ async def test_pages_of_referrers_are_followed(before: int) -> None:
         for number in range(3 * MAX_PAGES):
             attach(held, digest, b"more%d" % number)
         sim.seen.clear()
-        await signatures(client, location, digest)
+        assert [each async for each in Search(client, location, digest).found()]
         assert sim.count("registry", "GET", "/referrers/") == MAX_PAGES + 1, "one empty page of the other kind"
 
 

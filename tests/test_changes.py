@@ -6,11 +6,13 @@ import asyncio
 import shutil
 import tarfile
 import tempfile
+import time
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weenv.environment.mutate.changes import Changes
+from weenv.environment.mutate.changes import MAX_DEPTH, Changes
 from weenv.environment.mutate.mutation import encode, tar_of
 from weenv.environment.mutate.view import Inode, Path, PathError, TreeView
 from weenv.layer.toc import DIRECTORY, FILE, SYMLINK
@@ -151,5 +153,25 @@ def test_changes_show_what_a_plain_model_says(tars: list[bytes], steps: list[tup
         for path, entry in before.items():
             if not any(path[: len(other)] == other for other in touched):
                 assert after[path] == entry
+    finally:
+        shutil.rmtree(directory)
+
+
+def test_deep_paths_cost_by_their_depth_and_end_where_a_layer_ends() -> None:
+    """A plan of 4 MiB holds two thousand paths of 4 KiB."""
+    directory = tempfile.mkdtemp()
+    try:
+        stack = Stack(directory)
+        stack.add(make_tar([]), threads=1)
+        changes = Changes(stack.view())
+        took = time.process_time()
+        for number in range(200):
+            path, there = changes.resolve("/" + "a/" * 1000 + f"f{number}")
+            assert there is None
+            changes.write(path, b"x")
+        assert len(changes.members()) == 1200
+        assert time.process_time() - took < 30, "milliseconds each, and not seconds"
+        with pytest.raises(PathError, match=f"more than {MAX_DEPTH} directories deep"):
+            changes.resolve("/" + "a/" * (MAX_DEPTH + 1))
     finally:
         shutil.rmtree(directory)

@@ -45,8 +45,10 @@ class Case:
             self.layer.presence.mark(frame)
 
     async def until(self, verdict: int) -> None:
-        async with asyncio.timeout(60):
-            while self.layer.presence.verdict != verdict:
+        """... and, where it is AGAIN, until all frames are missing, which comes after it in another thread."""
+        count = len(self.layer.presence)
+        async with asyncio.timeout(20):
+            while self.layer.presence.verdict != verdict or (verdict == AGAIN and self.layer.presence.missing < count):
                 await asyncio.sleep(0.02)
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from weenv.core.errors import BadReference, SourceError
+from weenv.registry.challenge import TokenRequest
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
+from weenv.registry.hosts import Endpoint
 from weenv.registry.internal import is_internal, is_internal_address, leads_inside
 
 
@@ -54,6 +57,38 @@ def test_redirects_lead_inside_in_whatever_notation(host: str) -> None:
     assert not leads_inside("http://127.0.0.1:5000/x", "http://127.1:5001/y", config)
 
 
+def test_names_lead_where_their_addresses_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A public name may have a private address, in whoever's zone it is."""
+    names = {
+        "inside.example": "127.0.0.1", "cloud.example": "169.254.169.254", "registry.example": "198.51.100.1",
+        "s3.example": "10.1.2.3",
+    }  # fmt: skip
+    real = socket.getaddrinfo
+
+    def resolver(name: str, *more: Any, **flags: Any) -> Any:
+        return real(name if flags.get("flags") else names.get(name, name), *more, **flags)
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolver)
+    config = RegistryConfig()
+    assert leads_inside("https://registry.example/x", "https://inside.example/y", config)
+    assert leads_inside("https://registry.example/x", "https://cloud.example:80/y", config)
+    assert leads_inside("http://127.0.0.1:5000/x", "https://cloud.example/y", config)
+    assert not leads_inside("https://registry.example/x", "https://s3.example/y", config)
+    assert not leads_inside("https://inside.example/x", "http://127.0.0.1:5001/y", config), "as it is on loopback itself"
+    config = RegistryConfig(allow_sources=frozenset({"inside.example"}))
+    assert not leads_inside("https://registry.example/x", "https://inside.example/y", config)
+
+
+async def test_nobody_is_sent_inside_for_a_token() -> None:
+    """The answer goes to whoever named the place, and the question may hold a password."""
+    server = Endpoint("10.0.0.5:5000", "10.0.0.5:5000", "http")
+    async with RegistryClient(RegistryConfig(plain_http=frozenset({"10.0.0.5:5000"}))) as client:
+        for host in ("127.0.0.1:1", "169.254.169.254", "[::1]:1", "2130706433:1"):
+            request = TokenRequest("GET", f"http://{host}/latest/x?a=b", basic=True)
+            with pytest.raises(SourceError, match="which is this node or its link"):
+                await client._fetch_token(request, "Basic eDp5", server)
+
+
 async def test_hosts_elsewhere() -> None:
     assert not await is_internal("10.1.2.3:5000")
     assert not await is_internal("no-such-name.invalid")
@@ -68,31 +103,31 @@ def test_what_is_configured() -> None:
 
 
 async def test_a_redirect_from_tls_does_not_lead_to_this_node() -> None:
-    def hop(client: RegistryClient, target: str) -> str:
+    async def hop(client: RegistryClient, target: str) -> str:
         answer: Any = SimpleNamespace(headers={"Location": target})
-        return client.next_hop("https://registry.example/v2/x/blobs/sha256:0", answer, "registry.example", 1)
+        return await client.next_hop("https://registry.example/v2/x/blobs/sha256:0", answer, "registry.example", 1)
 
     async with RegistryClient(RegistryConfig()) as client:
         for target in ("http://127.0.0.1:8080/x", "http://localhost/x", "http://169.254.169.254/latest/meta-data"):
             with pytest.raises(SourceError, match="from TLS to plain HTTP"):
-                hop(client, target)
-        assert hop(client, "https://storage.example/x") == "https://storage.example/x"
+                await hop(client, target)
+        assert await hop(client, "https://storage.example/x") == "https://storage.example/x"
     async with RegistryClient(RegistryConfig(plain_http=frozenset({"127.0.0.1:8080"}))) as client:
-        assert hop(client, "http://127.0.0.1:8080/x") == "http://127.0.0.1:8080/x"
+        assert await hop(client, "http://127.0.0.1:8080/x") == "http://127.0.0.1:8080/x"
 
 
 async def test_a_redirect_in_plain_http_does_not_lead_to_this_node_either() -> None:
-    def hop(client: RegistryClient, source: str, target: str) -> str:
+    async def hop(client: RegistryClient, source: str, target: str) -> str:
         answer: Any = SimpleNamespace(headers={"Location": target})
-        return client.next_hop(f"http://{source}/v2/x/blobs/sha256:0", answer, source, 1)
+        return await client.next_hop(f"http://{source}/v2/x/blobs/sha256:0", answer, source, 1)
 
     async with RegistryClient(RegistryConfig(plain_http=frozenset({"10.0.0.5:5000"}))) as client:
         for address in ("169.254.169.254", "u:p@127.0.0.1", "[::1]:80", "[::127.0.0.1]", "[64:ff9b:1::a9fe:a9fe]"):
             target = f"http://{address}/x"
             with pytest.raises(SourceError, match="which is this node or its link") as caught:
-                hop(client, "10.0.0.5:5000", target)
+                await hop(client, "10.0.0.5:5000", target)
             assert "u:p" not in str(caught.value)
-        assert hop(client, "10.0.0.5:5000", "http://10.0.0.6/x") == "http://10.0.0.6/x"
-        assert hop(client, "127.0.0.1:5000", "http://127.0.0.1:5001/x") == "http://127.0.0.1:5001/x"
+        assert await hop(client, "10.0.0.5:5000", "http://10.0.0.6/x") == "http://10.0.0.6/x"
+        assert await hop(client, "127.0.0.1:5000", "http://127.0.0.1:5001/x") == "http://127.0.0.1:5001/x"
     async with RegistryClient(RegistryConfig(allow_sources=frozenset({"127.0.0.1:9"}))) as client:
-        assert hop(client, "10.0.0.5:5000", "http://127.0.0.1:9/x") == "http://127.0.0.1:9/x"
+        assert await hop(client, "10.0.0.5:5000", "http://127.0.0.1:9/x") == "http://127.0.0.1:9/x"

@@ -18,8 +18,8 @@ from pathlib import Path
 import grpc
 import pytest
 
+from weenv.core import accepting
 from weenv.plugin.containerd.schema import EMPTY, SNAPSHOTS_SERVICE
-from weenv.systemd import lobby as module
 from weenv.systemd import notify
 from weenv.systemd.lobby import MOST, SETTINGS, Lobby, attended
 
@@ -58,7 +58,7 @@ def test_those_who_wait_and_leave_take_no_place(tmp_path: Path, listener: socket
 def test_no_more_are_admitted_than_there_is_room_for_until_some_leave(
     tmp_path: Path, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_PAUSE", 0.0)
+    monkeypatch.setattr(accepting, "PAUSE", 0.0)
     lobby, poll = Lobby(listener), select.poll()
     lobby.open(poll)
     with contextlib.ExitStack() as crowd:
@@ -66,9 +66,12 @@ def test_no_more_are_admitted_than_there_is_room_for_until_some_leave(
         for _ in range(MOST):
             assert lobby.timeout() is None
             clients.append(crowd.enter_context(connect(tmp_path)))
+            clients[-1].send(b"PRI * HTTP/2.0")
             assert poll.poll(0)
             lobby.admit()
         late = crowd.enter_context(connect(tmp_path))
+        assert poll.poll(0)
+        lobby.admit()
         for _ in range(2):
             assert not poll.poll(0), "nothing is looked at"
             assert lobby.timeout() is not None
@@ -109,10 +112,29 @@ def test_who_comes_to_a_crowd_is_greeted_when_it_has_gone(tmp_path: Path, listen
     with attended(passed, "snapshotter"), contextlib.ExitStack() as others:
         others.callback(os.close, *passed["snapshotter-waiting"])
         for _ in range(MOST):
-            assert others.enter_context(connect(tmp_path)).recv(100) == SETTINGS
+            other = others.enter_context(connect(tmp_path))
+            assert other.recv(100) == SETTINGS
+            other.send(b"PRI * HTTP/2.0")
         with connect(tmp_path) as late:
             others.close()
             assert late.recv(100) == SETTINGS
+
+
+def test_those_who_say_nothing_keep_nobody_out(tmp_path: Path, listener: socket.socket) -> None:
+    passed = {"snapshotter": [listener.fileno()]}
+    with attended(passed, "snapshotter"), contextlib.ExitStack() as others:
+        others.callback(os.close, *passed["snapshotter-waiting"])
+        first = others.enter_context(connect(tmp_path))
+        first.send(b"PRI * HTTP/2.0")
+        assert first.recv(100) == SETTINGS
+        silent = []
+        for _ in range(2 * MOST):  # one half takes the places of the other
+            silent.append(others.enter_context(connect(tmp_path)))
+            assert silent[-1].recv(100) == SETTINGS
+        assert silent[0].recv(100) == b"", "it may come again"
+        first.settimeout(0)
+        with pytest.raises(BlockingIOError):
+            first.recv(100)
 
 
 def test_who_waits_is_given_over_once_and_what_is_no_socket_is_left_alone(tmp_path: Path, listener: socket.socket) -> None:

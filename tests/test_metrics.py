@@ -26,7 +26,7 @@ from weenv.environment.gateway.metrics import Metrics as GatewayMetrics
 from weenv.layer.verify import verify_frame
 from weenv.plugin.nri.metrics import Metrics as ElasticMetrics
 from weenv.plugin.snapshotter.blobfs.complete import Completion
-from weenv.plugin.snapshotter.blobfs.config import CacheConfig
+from weenv.plugin.snapshotter.blobfs.config import CacheConfig, PrefetchConfig
 from weenv.plugin.snapshotter.blobfs.daemon import read_tail
 from weenv.plugin.snapshotter.blobfs.evictor import Evictor
 from weenv.plugin.snapshotter.blobfs.layers import LayerTable
@@ -34,6 +34,7 @@ from weenv.plugin.snapshotter.blobfs.metrics import FAMILIES, Report
 from weenv.plugin.snapshotter.blobfs.repair import TailRepair
 from weenv.plugin.snapshotter.blobfs.server import Server
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
+from weenv.plugin.snapshotter.fetch.prefetch import Prefetcher
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.metrics import Metrics as SnapshotterMetrics
 
@@ -48,8 +49,10 @@ async def report(tmp_path: Path) -> AsyncIterator[Report]:
     server = Server(-1, table, fetcher, root=str(tmp_path))
     evictor = Evictor(CacheConfig(high=1000), str(tmp_path), table, server, fetcher)
     await evictor.look()
-    repair = TailRepair(lambda *_: [], server.resume, 1.0)
-    made = Report(server, fetcher, table, None, repair, Completion(fetcher, table.open_layers, table.refuse), evictor)
+    repair = TailRepair(table.dirs, lambda *_: [], server.resume, 1.0)
+    completion = Completion(fetcher, table.open_layers, table.refuse)
+    prefetcher = Prefetcher(PrefetchConfig(), fetcher, evictor.room, table.holds)
+    made = Report(server, fetcher, table, None, repair, completion, evictor, prefetcher)
     yield made
     await fetcher.close()
 

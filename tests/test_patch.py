@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import random
 import subprocess
 import tempfile
+import time
+import tracemalloc
+import zlib
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from weenv.core.errors import FormatError
-from weenv.environment.mutate.delta import apply_delta, decode_line, inflate
-from weenv.environment.mutate.patch import Content, PatchError, apply_hunks, apply_patches, parse_patch, sources
+from weenv.core.errors import FormatError, LimitError
+from weenv.environment.mutate.budget import Budget
+from weenv.environment.mutate.delta import apply_delta, decode_line, inflate, object_name
+from weenv.environment.mutate.patch import Content, PatchError, _Parser, apply_hunks, apply_patches, parse_patch, sources
 
 ENV = {
     "PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C",
@@ -316,6 +321,87 @@ def test_a_file_is_not_searched_for_ever() -> None:
     hunks = parse_patch(b"--- a/f\n+++ b/f\n" + b"".join(b"@@ -9,3 +9,3 @@\n q\n-a\n+b\n q\n" for _ in range(3)))[0].hunks
     with pytest.raises(FormatError):
         apply_hunks(b"q\na\nz\n" * 20_000, hunks * 1000, b"f")
+
+
+def packed(kind: bytes, data: bytes) -> bytes:
+    """``data`` as git's binary patches have it."""
+    squeezed = zlib.compress(data, 9)
+    rows = [squeezed[at : at + 52] for at in range(0, len(squeezed), 52)]
+    lines = [bytes([len(x) + (64 if len(x) < 27 else 70)]) + base64.b85encode(x + b"\0" * (-len(x) % 4)) for x in rows]
+    return b"GIT binary patch\n%s %d\n" % (kind, len(data)) + b"\n".join(lines) + b"\n\n"
+
+
+def literal(name: bytes, data: bytes) -> bytes:
+    ids = b"%s..%s" % (b"0" * 40, object_name(b"blob", data).encode())
+    return b"diff --git a/%s b/%s\nnew file mode 100644\nindex %s\n" % (name, name, ids) + packed(b"literal", data)
+
+
+def delta() -> tuple[bytes, dict[bytes, Content | None]]:
+    """Twelve bytes for 16 MiB less one: copy all that is there."""
+    base = b"\0" * 0xFFFFFF
+    ids = b"..".join([object_name(b"blob", base).encode()] * 2)
+    text = packed(b"delta", b"\xff\xff\xff\x07\xff\xff\xff\x07" + b"\xf0\xff\xff\xff")
+    return b"diff --git a/f b/f\nindex %s\n" % ids + text, {b"f": Content(base)}
+
+
+def far(count: int) -> tuple[bytes, dict[bytes, Content | None]]:
+    return b"--- a/f\n+++ b/f\n" + b"@@ -9,3 +9,3 @@\n q\n-a\n+b\n q\n" * count, {b"f": Content(b"q\na\nz\n" * 20_000)}
+
+
+@pytest.mark.parametrize(
+    ("patch", "before"),
+    [
+        (b"".join(literal(b"f%d" % number, b"\0" * (2 << 20)) for number in range(9)), {}),
+        delta(),
+        (b"diff --git a/f b/f\nold mode 100644\nnew mode 100755\n" * 9, {b"f": Content(b"x" * (2 << 20))}),
+    ],
+    ids=["literals", "delta", "one file often"],
+)
+def test_a_small_patch_does_not_ask_for_much(patch: bytes, before: dict[bytes, Content | None]) -> None:
+    """Refused before it is there: the budget here is 16 MiB, that of a real one :data:`MAX_BYTES`."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(LimitError, match="more than"):
+            budget = Budget(16 << 20)
+            parsed = parse_patch(patch, budget=budget)
+            apply_patches(parsed, dict.fromkeys(sources(parsed)) | before, budget)
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_searches_and_splices_are_counted_over_all_files() -> None:
+    text, before = far(1)
+    far_one = parse_patch(text)
+    budget = Budget(steps=150_000)
+    for _ in range(2):
+        with pytest.raises(PatchError, match="does not apply"):
+            apply_patches(far_one, before, budget)
+    with pytest.raises(LimitError, match="too far"):
+        apply_patches(far_one, before, budget)
+    many = b"".join(b"@@ -5,0 +5,1 @@\n+x\n" for _ in range(1000))
+    with pytest.raises(LimitError, match="too many"):
+        apply_patches(parse_patch(b"--- a/f\n+++ b/f\n" + many), {b"f": Content(b"\n" * 100_000)}, Budget(steps=50_000))
+
+
+@pytest.mark.parametrize("strip", [0, 1, 2, 3])
+def test_a_header_of_any_length_is_cut_at_once(strip: int) -> None:
+    """One line of a MiB, with as many places where it could be cut, and as many components."""
+    for header in (b" " * (1 << 18) + b"/" * (3 << 18), b"/ " * (1 << 19), b"a/b " * (1 << 18)):
+        took = time.process_time()
+        with pytest.raises(PatchError):
+            parse_patch(b"diff --git " + header + b"\nold mode 100644\nnew mode 100755\n", strip)
+        assert time.process_time() - took < 20
+
+
+@given(st.lists(st.sampled_from(["a", "b", " ", "/", "//", "a b"]), max_size=9).map("".join), st.integers(0, 3), st.data())
+def test_names_in_a_header_are_found_wherever_they_can_be(name: str, strip: int, data: st.DataObject) -> None:
+    """What :meth:`cut` finds by lengths is what trying every space finds."""
+    heads = [data.draw(st.lists(st.sampled_from(["a", "bb", ""]), min_size=strip, max_size=strip)) for _ in range(2)]
+    header = " ".join("/".join((*head, name)) for head in heads).encode()
+    parser = _Parser(b"x", strip, Budget())
+    cuts = [at for at, byte in enumerate(header) if byte == 0x20 and parser.same(header[:at], header[at + 1 :])]
+    assert [parser.cut(header)] == (cuts or [None])
 
 
 @settings(max_examples=300, deadline=None)

@@ -22,7 +22,10 @@ from weenv.layer.zframe import SKIPPABLE_HEADER
 from weenv_testkit import corpus, rawcorpus
 from weenv_testkit.foreign import estargz, zstd_chunked
 
-FILES = {b"a": b"a" * 3000, b"b": corpus.noise(700_000), b"c": b"c" * 9000, b"d": b"d"}
+FILES = {
+    b"a": b"a" * 3000, b"b": corpus.noise(700_000), b"c": b"c" * 9000, b"d": b"d",
+    b"e": b"e" * 5000 + bytes(3000) + b"e" + bytes(70_000) + b"e" * 2000 + bytes(1500),
+}  # fmt: skip
 STREAM = b"".join(rawcorpus.file(name, data) for name, data in FILES.items()) + rawcorpus.END
 
 
@@ -134,6 +137,39 @@ def test_content_from_a_disk_is_checked_again(blob: Any) -> None:
             pieces.verify_content(frames, table(frames), number, content[:at] + b"!" + content[at + 1 :])
         with pytest.raises(VerificationError, match="bytes, expected"):
             pieces.verify_content(frames, table(frames), number, content[:-1])
+
+
+def test_every_byte_on_a_disk_is_a_pieces_or_zero() -> None:
+    """A file's short runs of zeros and what is between files have no digest, and are read from the disk all the same."""
+    blob = zstd_chunked(STREAM)
+    toc = blob.toc()
+    frames, stream, bounds = toc.frames, blob.content(toc), toc.frames.content_offsets.tolist()
+    found = table(frames)
+    gaps = 0
+    for number in range(len(frames)):
+        content = stream[bounds[number] : bounds[number + 1]]
+        covered = np.zeros(len(content), bool)
+        for piece in range(int(found.first[number]), int(found.first[number + 1])):
+            covered[int(found.place[piece]) : int(found.place[piece]) + int(found.size[piece])] = True
+        edges = np.flatnonzero(np.diff(covered, prepend=True, append=True))
+        for begin, end in edges.reshape(-1, 2).tolist():
+            assert content[begin:end] == bytes(end - begin)
+            gaps += 1
+            for at in {begin, (begin + end) // 2, end - 1}:
+                with pytest.raises(VerificationError, match="not zero where there is nothing"):
+                    pieces.verify_content(frames, found, number, content[:at] + b"!" + content[at + 1 :])
+    assert gaps > 8
+
+
+def test_a_frame_of_endless_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They would take memory for as long as the frame is put together, not only in the table."""
+    toc, _, _ = made()
+    most = int(np.diff(table(toc.frames).first.astype(np.int64)).max())
+    monkeypatch.setattr(pieces, "MAX_PIECES", most)
+    check_frames(toc.frames, toc.stream_size)
+    monkeypatch.setattr(pieces, "MAX_PIECES", most - 1)
+    with pytest.raises(LimitError, match="pieces in a frame"):
+        check_frames(toc.frames, toc.stream_size)
 
 
 def test_units_that_hold_too_little_or_nothing_that_can_be_read() -> None:

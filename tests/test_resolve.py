@@ -23,9 +23,8 @@ from weenv.core.aio import Background
 from weenv.core.errors import MountError, SnapshotExists
 from weenv.core.log import JsonFormatter
 from weenv.layer.encode import encode_layer
-from weenv.layer.foreign.formats import ForeignLayer
 from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_SNAPSHOT_REF, Kind
-from weenv.plugin.snapshotter import builder, resolve
+from weenv.plugin.snapshotter import resolve
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.layers import Layers
@@ -34,10 +33,11 @@ from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.resolve import REASONS, Resolver, reason_of
 from weenv.plugin.snapshotter.service import Snapshotter
+from weenv.plugin.snapshotter.starts import Starts
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.trusted import add_hosts
-from weenv_testkit.foreign import Blob, estargz, zstd_chunked
+from weenv_testkit.foreign import Blob, estargz, translate, zstd_chunked
 from weenv_testkit.images import Member, write_tar
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
@@ -66,12 +66,6 @@ class Node:
         return {s.labels["reason"]: s.value for s in family.samples if s.name.endswith("_total")}
 
 
-async def translate(directory: str, layer: ForeignLayer, offset: int, content: int) -> float:
-    """What Builder.translate does, without a process."""
-    await asyncio.to_thread(builder.translate, directory, layer, offset)
-    return 0.0
-
-
 @contextlib.asynccontextmanager
 async def node(
     root: str, registry: SimulatedRegistry, *, allow: Sequence[str] = (), **settings: Any
@@ -86,7 +80,7 @@ async def node(
         layers = Layers(root, store, dirs, plane, metrics, grace=config.layer_grace)
         layers.recover()
         resolver = Resolver(config, layers, client, metrics, background, translate)
-        core = Snapshotter(root, store, Lazy(layers, resolver))
+        core = Snapshotter(root, store, Lazy(layers, resolver, Starts(store, dirs, f"{root}/blobfs.sock", background)))
         core.recover()
         containerd = Containerd(Direct(core))
         try:
@@ -714,12 +708,60 @@ async def test_foreign_layers_that_are_bad(
         assert [name for name in os.listdir(n.dirs.root) if name.startswith(".new-")] == []
 
 
-async def test_a_foreign_toc_that_comes_wrong_is_fetched_again(root: str, registry: SimulatedRegistry, images: Images) -> None:
-    layer = images.foreign(zstd_chunked, Member("a"))
+@pytest.mark.parametrize("make", [zstd_chunked, estargz])
+async def test_a_foreign_toc_that_comes_wrong_is_fetched_again(
+    root: str, registry: SimulatedRegistry, images: Images, make: Callable[[bytes], Blob]
+) -> None:
+    layer = images.foreign(make, Member("a"))
     registry.script.append(wrong_bytes)
     async with node(root, registry) as n:
         assert await n.containerd.namespace("default").pull(images.image([layer])) == []
         assert registry.count("registry", part="/blobs/") == 2
+        assert [name for name in os.listdir(n.dirs.root) if name.startswith(".new-")] == []
+
+
+@pytest.mark.parametrize("differs", ["digest", "position", "format", "repository"])
+async def test_who_describes_a_blob_otherwise_gets_no_answer_that_was_meant_for_another(
+    root: str, registry: SimulatedRegistry, images: Images, differs: str
+) -> None:
+    """Both at once: the one that is wrong is asked for first, and the other waits for no answer to that."""
+    layer = images.foreign(zstd_chunked, Member("a", b"a" * 3000))
+    (position,) = [key for key in layer.annotations if key.endswith("position")]
+    (checksum,) = [key for key in layer.annotations if key.endswith("checksum")]
+    other, name = dict(layer.annotations), "team/other"
+    if differs == "digest":
+        other[checksum] = digests.sha256(b"x")
+    elif differs == "position":
+        offset, _, rest = other[position].partition(":")
+        other[position] = f"{int(offset) - 1}:{rest}"
+    elif differs == "format":
+        other = {"containerd.io/snapshot/stargz/toc.digest": digests.sha256(b"x")}
+    else:
+        name = "nobody/has-it"
+    gate, begun = asyncio.Event(), asyncio.Event()
+
+    async def held(sim: SimulatedRegistry, request: web.Request, blob: bytes, start: int, end: int) -> web.StreamResponse:
+        begun.set()
+        await gate.wait()
+        if differs == "repository":
+            return web.Response(status=404)
+        headers = {"Content-Range": f"bytes {start}-{end - 1}/{len(blob)}"}
+        return web.Response(status=206, body=blob[start:end], headers=headers)
+
+    registry.script.append(held)
+    forged = images.image([replace(layer, annotations=other)], name=name)
+    if differs == "format":
+        images.types[layer.digest] = images.types[layer.digest].replace("zstd", "gzip")
+        forged = images.image([replace(layer, annotations=other)], name=name)
+        images.types[layer.digest] = images.types[layer.digest].replace("gzip", "zstd")
+    async with node(root, registry) as n:
+        first = asyncio.create_task(n.containerd.namespace("one").pull(forged))
+        await begun.wait()
+        assert await n.containerd.namespace("two").pull(images.image([layer])) == []
+        gate.set()
+        assert await first == [layer.digest]
+        known = n.dirs.source(layer.digest).foreign
+        assert known is not None and known.toc_digest == layer.annotations[checksum]
 
 
 async def test_one_blob_under_two_formats_is_refused(root: str, registry: SimulatedRegistry, images: Images) -> None:

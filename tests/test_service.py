@@ -63,6 +63,7 @@ class OneLayer:
         self.broken: set[int] = set()
         self.mounted: set[int] = set()
         self.swept = 0
+        self.begun: list[frozenset[int]] = []
         self.gate = asyncio.Event()
         self.gate.set()
 
@@ -80,6 +81,9 @@ class OneLayer:
         path = f"{self.root}/m/{layer_id}"
         os.makedirs(path, exist_ok=True)
         return path
+
+    def begins(self, layer_ids: frozenset[int]) -> None:
+        self.begun.append(layer_ids)
 
     def usage(self, layer_id: int) -> Usage:
         return Usage(4096, 3)

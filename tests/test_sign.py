@@ -31,15 +31,8 @@ from weenv.registry.groupref.policy import (
     policy_from_tables,
 )
 from weenv.registry.groupref.resolve import Resolver
-from weenv.registry.groupref.sign import (
-    PAYLOAD_TYPE,
-    REFERRER_TYPE,
-    SIGNATURE_ANNOTATION,
-    sign,
-    signature_tag,
-    signatures,
-    verify,
-)
+from weenv.registry.groupref.search import PAYLOAD_TYPE, REFERRER_TYPE, SIGNATURE_ANNOTATION, Search, signature_tag
+from weenv.registry.groupref.sign import sign, verify
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import OCI_CONFIG, OCI_INDEX, OCI_LAYER_ZSTD, OCI_MANIFEST
 from weenv.registry.reference import parse_location
@@ -289,7 +282,7 @@ async def test_signed_and_found(algorithm: str, referrers: bool) -> None:
             await verify(client, location, [public(other)])
         await sign(client, location, other)
         await sign(client, location, key, optional={"by": "me"})
-        assert len({s.payload for s in await signatures(client, location, digest)}) == 2
+        assert len({s.payload async for s in Search(client, location, digest).found() if isinstance(s, Signature)}) == 2
         assert (await verify(client, location, [public(other)])).key.fingerprint == public(other).fingerprint
         held = sim.repositories["team/tool"]
         assert (signature_tag(digest) in held.tags) is not referrers

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -165,6 +166,18 @@ def test_who_connects_while_one_is_dead_is_answered_by_the_next_which_has_what_w
     eventually(lambda: len(place.begun()) == 5)
     assert place.call("one").endswith("written by the first")
     assert "WARNING" not in place.said().partition("starting the daemons anew")[2]
+
+
+def test_a_daemon_that_cannot_be_started_is_started_when_there_is_room(place: Place) -> None:
+    parent = place.start(greeted="mute")
+    eventually(place.begun)
+    limits = resource.prlimit(parent.pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    os.kill(place.begun()[0][1], signal.SIGKILL)
+    eventually(lambda: "greeted cannot be started" in place.said())
+    resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
+    eventually(lambda: len(place.begun()) == 2)
+    assert parent.poll() is None
 
 
 def test_a_crowd_that_has_gone_keeps_nobody_from_being_greeted(place: Place) -> None:

@@ -197,11 +197,14 @@ def part_convert_memory(bench: Bench) -> list[Row]:
 def part_series(bench: Bench) -> list[Row]:
     """First output, the whole series, bytes, background fill."""
     results: dict[str, list[series.Result]] = {}
-    plan = [("gzip", False), ("zstd", False), ("weenv", False), ("weenv", True)]
+    plan = [("gzip", False), ("zstd", False), ("weenv", False), ("weenv", True), ("profiled", False)]
+    published = ""
     for number in range(bench.rounds):
         for tag, fill in plan if number % 2 == 0 else plan[::-1]:
-            with bench.node(weenv=tag == "weenv", fill="on" if fill else "off") as node:
+            with bench.node(weenv=series.SNAPSHOTTER[tag] == "weenv", fill="on" if fill else "off") as node:
                 result = series.series(node, bench.link, REPOSITORY, tag, bench.recipe)
+                if tag == "weenv" and not published:
+                    say(published := series.publish(node, bench.registry.near.host, REPOSITORY))
             name = tag + ("+fill" if fill else "")
             results.setdefault(name, []).append(result)
             say(f"{name}: first output {result.first_output:.2f} s, done {result.done:.2f} s, {result.done_bytes / MB:.0f} MB; "
@@ -220,24 +223,32 @@ def part_series(bench: Bench) -> list[Row]:
         at_most("series", "  image bytes fetched by then", share, 0.5, " %"),
         at_most("series", "pull to end of series / overlayfs, zstd", median("weenv", "done") / median("zstd", "done"), 0.55),
         at_most("series", "  the same / the work alone (overlayfs' own commands)", median("weenv", "done") / work, 1.35),
+        at_most("series", "with a profile: pull to end of series / overlayfs, zstd",
+                median("profiled", "done") / median("zstd", "done"), 0.55),
+        at_most("series", "  the same / the work alone (overlayfs' own commands)", median("profiled", "done") / work, 1.35),
         at_most("series", "background fill on / off", median("weenv+fill", "done") / median("weenv", "done"), 1.05),
     ]  # fmt: skip
 
 
 def part_bytes(bench: Bench) -> list[Row]:
-    """Bytes fetched against what the files read lie in."""
-    with bench.node(weenv=True) as node:
-        reference = f"{REPOSITORY}:weenv"
-        down = bench.link.counters().down
-        node.pull(reference, "weenv")
-        node.start(reference, "weenv", "series")
-        with reads.Watch(node.rootfs("series")) as watch:
-            for _, argv in series.commands(bench.recipe):
-                node.execute("series", *argv)
-        fetched = bench.link.counters().down - down
-    compressed, size, found = reads.frames_of(watch.files(), bench.tocs)
-    detail = {"fetched": fetched, "frames_of_read_files": compressed, "read_files": found, "read_files_bytes": size}
-    return [at_most("bytes", "bytes fetched, fill off / frames of the files read", fetched / compressed, 1.3, "", detail)]
+    """Bytes fetched against what the files read lie in, without and with a profile."""
+    rows = []
+    for tag, what in (("weenv", "bytes fetched, fill off"), ("profiled", "  the same with a profile")):
+        with bench.node(weenv=True) as node:
+            reference = f"{REPOSITORY}:{tag}"
+            down = bench.link.counters().down
+            node.pull(reference, "weenv")
+            node.start(reference, "weenv", "series")
+            with reads.Watch(node.rootfs("series")) as watch:
+                for _, argv in series.commands(bench.recipe):
+                    node.execute("series", *argv)
+            fetched = bench.link.counters().down - down
+            if tag == "weenv":
+                say(series.publish(node, bench.registry.near.host, REPOSITORY))
+        compressed, size, found = reads.frames_of(watch.files(), bench.tocs)
+        detail = {"fetched": fetched, "frames_of_read_files": compressed, "read_files": found, "read_files_bytes": size}
+        rows.append(at_most("bytes", f"{what} / frames of the files read", fetched / compressed, 1.3, "", detail))
+    return rows
 
 
 def part_eight(bench: Bench) -> list[Row]:

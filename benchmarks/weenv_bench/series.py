@@ -9,11 +9,12 @@ from dataclasses import dataclass, field
 from weenv_bench.image import BenchError, Recipe
 from weenv_bench.link import Link
 from weenv_bench.node import Node, drop_caches
+from weenv_testkit import tools
 
 _NUMPY = "import numpy; print(numpy.arange(3).sum())"
 
-SNAPSHOTTER = {"gzip": "overlayfs", "zstd": "overlayfs", "weenv": "weenv"}
-"""Which snapshotter runs which tag of the image."""
+SNAPSHOTTER = {"gzip": "overlayfs", "zstd": "overlayfs", "weenv": "weenv", "profiled": "weenv"}
+"""Which snapshotter runs which tag of the image; ``profiled`` is ``weenv`` with what a node recorded (:func:`publish`)."""
 
 
 def commands(recipe: Recipe) -> list[tuple[str, list[str]]]:
@@ -69,6 +70,16 @@ def series(node: Node, link: Link, repository: str, tag: str, recipe: Recipe) ->
     result.done_bytes = link.counters().down - down
     result.link_cpu = link.cpu_seconds() - cpu
     return result
+
+
+def publish(node: Node, near: str, repository: str) -> str:
+    """Publish what ``node`` recorded of tag ``weenv`` as tag ``profiled``, by the registry's ``near`` end; what was said."""
+    config = f"{node.directory}/weenv.toml"
+    argv = [*tools.weenv(), "profile", "publish", f"{near}/{repository}:weenv", f"{near}/{repository}:profiled"]
+    done = subprocess.run([*argv, "--config", config], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BenchError(f"weenv profile publish: {done.stderr.strip()}")
+    return done.stdout
 
 
 def eight(node: Node, link: Link, repository: str, tag: str, count: int = 8) -> tuple[float, int]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from aiohttp import web
 
+from weenv.core.aio import expect_many
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError
 from weenv.core.process import stop_signals
@@ -34,6 +35,7 @@ from weenv.environment.mutate.mutator import Mutator
 from weenv.environment.nodelayers import NodeLayers
 from weenv.plugin.snapshotter.config import from_tables
 from weenv.registry.client import RegistryClient
+from weenv.registry.config import load_pair
 from weenv.registry.groupref.cache import MappingCache
 from weenv.registry.groupref.resolve import Resolver, node_policy
 from weenv.systemd import notify
@@ -46,13 +48,14 @@ _IDLE = 60.0
 """Seconds for which a connection is kept without a request."""
 
 
-def _tls(config: GatewayConfig) -> ssl.SSLContext | None:
+def tls_context(config: GatewayConfig) -> ssl.SSLContext | None:
+    """What TLS is spoken with; None where it is plain HTTP. Raises ConfigError."""
     if not config.tls_certificate:
         return None
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     try:
-        context.load_cert_chain(config.tls_certificate, config.tls_key)
-    except (OSError, ssl.SSLError) as error:
+        load_pair(context, config.tls_certificate, config.tls_key)
+    except (OSError, ssl.SSLError, ValueError) as error:
         raise ConfigError(f"cannot use {config.tls_certificate} and {config.tls_key}: {error}") from error
     return context
 
@@ -63,7 +66,7 @@ async def _listen(runner: web.AppRunner, config: GatewayConfig, inherited: socke
     Raises ConfigError.
     """
     path, host, port = parse_address(config.address)
-    context = _tls(config)
+    context = tls_context(config)
     try:
         if inherited is not None:
             await web.SockSite(runner, inherited, ssl_context=context).start()
@@ -96,6 +99,7 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
     ``gateway`` that a service manager passed (:mod:`weenv.systemd.notify`) is served instead of the address in the
     configuration. Raises ConfigError, StorageError.
     """
+    expect_many()  # one descriptor a client, one a registry's connection
     inherited = notify.take_socket("gateway", notify.NETWORK)
     node = from_tables(tables)
     async with contextlib.AsyncExitStack() as exits:

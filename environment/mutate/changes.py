@@ -13,11 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from weenv.environment.mutate.view import MAX_LINKS, MAX_PATH, Inode, Path, PathError, TreeView, components, text
+from weenv.layer.limits import DEFAULT_LIMITS
 from weenv.layer.tarscan import Member
 from weenv.layer.toc import BLOCK, CHAR, DIRECTORY, FILE, NO_DATA, SYMLINK
 
+MAX_DEPTH = DEFAULT_LIMITS.max_depth
+"""Directories in a path: what a layer may have."""
 _CAPABILITY = b"security.capability"
 
 
@@ -42,41 +46,78 @@ class Node:
     opaque: bool = False
 
 
+class _Branch:
+    """A name that something was done to, or to something below it."""
+
+    __slots__ = ("names", "node", "touched")
+
+    def __init__(self) -> None:
+        self.names: dict[bytes, _Branch] = {}
+        self.touched = False
+        self.node: Node | None = None
+        """What was put there; None where ``touched``: nothing is there any more."""
+
+
+class _Place(NamedTuple):
+    """Something that is there now. ``below`` is what of the view shows, ``node`` what was put in its place."""
+
+    below: Inode | None
+    branch: _Branch | None
+    node: Node | None
+
+    @property
+    def kind(self) -> int:
+        if self.node is not None:
+            return self.node.kind
+        assert self.below is not None
+        return self.below.kind
+
+
 class Changes:
-    """What has changed on top of ``view``. ``stamp`` is the time of what is new (seconds since 1970)."""
+    """What has changed on top of ``view``. ``stamp`` is the time of what is new (seconds since 1970).
+
+    A look-up costs by the depth of its path, once: paths come from plans that anybody wrote.
+    """
 
     def __init__(self, view: TreeView) -> None:
         self.view = view
         self.stamp = view.newest() + 1
-        self._nodes: dict[Path, Node | None] = {}
-        """Path -> what is there now, None: nothing. Below what is no merged directory, only what was put there since."""
-        self._below_of: dict[Path, set[bytes]] = {}
-        """Directory -> names in it that are in ``_nodes`` or on the way to such."""
+        self._top = _Branch()
 
     # -- looking
 
+    def _step(self, place: _Place, name: bytes) -> _Place | None:
+        """What a place has under a name, or None. Below what is no merged directory, only what was put there since."""
+        if place.kind != DIRECTORY:
+            return None
+        below = self.view.child(place.below, name) if place.below is not None else None
+        branch = place.branch.names.get(name) if place.branch is not None else None
+        if branch is None or not branch.touched:
+            return None if below is None else _Place(below, branch, None)
+        node = branch.node
+        if node is None:
+            return None
+        hidden = node.kind != DIRECTORY or node.opaque or below is None or below.kind != DIRECTORY
+        return _Place(None if hidden else below, branch, node)
+
+    def _place(self, path: Path) -> _Place | None:
+        place: _Place | None = _Place(self.view.root, self._top, None)
+        for name in path:
+            if place is None:
+                return None
+            place = self._step(place, name)
+        return place
+
     def at(self, path: Path) -> Node | None:
         """What is at a path now; symlinks are not followed."""
-        below: Inode | None = self.view.root
-        node: Node | None = None
-        for depth, name in enumerate(path, 1):
-            below = self.view.child(below, name) if below is not None and below.kind == DIRECTORY else None
-            prefix = path[:depth]
-            if prefix in self._nodes:
-                node = self._nodes[prefix]
-                if node is None or node.kind != DIRECTORY:
-                    if depth < len(path):
-                        return None
-                    return node
-                if node.opaque or below is None or below.kind != DIRECTORY:
-                    below = None
-            elif below is None:
-                return None
-            else:
-                node = None
-        if not path or node is None:
-            return None if below is None else self._lifted(below)
-        return node
+        place = self._place(path)
+        return None if place is None else self._node(place)
+
+    def _node(self, place: _Place) -> Node:
+        if place.node is not None:
+            return place.node
+        assert place.below is not None
+        return self._lifted(place.below)
 
     def _lifted(self, inode: Inode) -> Node:
         """A lower inode in the form of a node."""
@@ -95,63 +136,59 @@ class Changes:
         todo = components(raw)[::-1]
         if b".." in todo:
             raise PathError("holds '..'", member=text(tuple(reversed(todo))))
-        here: Path = base if not raw.startswith(b"/") else ()
+        here: list[bytes] = list(base) if not raw.startswith(b"/") else []
+        places: list[_Place | None] = [_Place(self.view.root, self._top, None)]
+        for name in here:
+            places.append(self._step(places[-1], name) if places[-1] is not None else None)
         links = 0
         size = sum(map(len, here))
-        missing = False
         while todo:
             name = todo.pop()
             if name == b"..":
                 if not here:
                     raise PathError("a symlink in it leads above the root", member=text(tuple(components(raw))))
-                here = here[:-1]
+                here.pop()
+                places.pop()
                 continue
-            if missing:
-                here = (*here, name)
-                continue
-            node = self.at((*here, name))
-            if node is not None and node.kind == SYMLINK and (todo or follow):
+            above = places[-1]
+            place = self._step(above, name) if above is not None else None
+            if place is not None and place.kind == SYMLINK and (todo or follow):
+                target = self._node(place).link
                 links += 1
-                size += len(node.link)
+                size += len(target)
                 if links > MAX_LINKS or size > 64 * MAX_PATH:
                     raise PathError("too many symlinks in it, or they go in circles", member=text(tuple(components(raw))))
-                if node.link.startswith(b"/"):
-                    here = ()
-                todo.extend(reversed(components(node.link)))
+                if target.startswith(b"/"):
+                    here = []
+                    del places[1:]
+                todo.extend(reversed(components(target)))
                 continue
-            if node is not None and node.kind != DIRECTORY and todo:
+            if place is not None and place.kind != DIRECTORY and todo:
                 raise PathError("a file is used as a directory in it", member=text((*here, name)))
-            missing = node is None
-            if missing and b".." in todo:
+            if place is None and above is not None and b".." in todo:
                 raise PathError("does not exist", member=text((*here, name)))
-            here = (*here, name)
-        if sum(map(len, here)) + len(here) > MAX_PATH:
-            raise PathError("too long", member=text(here))
-        return here, None if missing else self.at(here)
+            here.append(name)
+            places.append(place)
+        found = tuple(here)
+        if sum(map(len, found)) + len(found) > MAX_PATH:
+            raise PathError("too long", member=text(found))
+        if len(found) > MAX_DEPTH:
+            raise PathError(f"more than {MAX_DEPTH} directories deep", member=text(found))
+        last = places[-1]
+        return found, None if last is None else self._node(last)
 
     def names(self, path: Path) -> dict[bytes, Node]:
         """Everything in a directory now, by name in order."""
-        node = self.at(path)
-        if node is None or node.kind != DIRECTORY:
+        place = self._place(path)
+        if place is None or place.kind != DIRECTORY:
             raise PathError("is no directory", member=text(path))
         found: set[bytes] = set()
-        below = self._below(path)
-        if below is not None:
-            found.update(self.view.names(below))
-        found.update(self._below_of.get(path, ()))
-        children = ((name, self.at((*path, name))) for name in sorted(found))
-        return {name: child for name, child in children if child is not None}
-
-    def _below(self, path: Path) -> Inode | None:
-        """The lower directory that shows through at a path, or None."""
-        below: Inode | None = self.view.root
-        for depth in range(1, len(path) + 1):
-            below = self.view.child(below, path[depth - 1]) if below is not None and below.kind == DIRECTORY else None
-            if path[:depth] in self._nodes:
-                node = self._nodes[path[:depth]]
-                if node is None or node.kind != DIRECTORY or node.opaque:
-                    below = None
-        return below if below is not None and below.kind == DIRECTORY else None
+        if place.below is not None:
+            found.update(self.view.names(place.below))
+        if place.branch is not None:
+            found.update(place.branch.names)
+        children = ((name, self._step(place, name)) for name in sorted(found))
+        return {name: self._node(child) for name, child in children if child is not None}
 
     # -- changing
 
@@ -163,13 +200,12 @@ class Changes:
             raise PathError("is a directory", member=text(path))
         self._set(path, node)
 
-    def _set(self, path: Path, node: Node | None) -> None:
-        self._nodes[path] = node
-        for depth in range(len(path) - 1, -1, -1):
-            names = self._below_of.setdefault(path[:depth], set())
-            if path[depth] in names:
-                return
-            names.add(path[depth])
+    def _set(self, path: Path, node: Node | None) -> _Branch:
+        branch = self._top
+        for name in path:
+            branch = branch.names.setdefault(name, _Branch())
+        branch.node, branch.touched = node, True
+        return branch
 
     def write(self, path: Path, data: bytes, *, mode: int | None = None, owner: tuple[int, int] | None = None) -> None:
         """A regular file's content. An existing one keeps owner, mode and attributes but for those given here.
@@ -209,21 +245,23 @@ class Changes:
 
     def make_directories(self, path: Path, *, owner: tuple[int, int] | None = None) -> Node:
         """The directory at a path, made with its missing parents (0755, owned as the one they are in). Raises PathError."""
-        for depth in range(len(path) + 1):
-            node = self.at(path[:depth])
-            if node is None:
-                parent = self.at(path[: depth - 1])
-                assert parent is not None
-                self._writable(path[:depth])
+        place = _Place(self.view.root, self._top, None)
+        for depth, name in enumerate(path, 1):
+            there = self._step(place, name)
+            if there is None:
+                made = path[:depth]
+                self._writable(made)
+                parent = self._node(place)
                 uid, gid = owner or (parent.uid, parent.gid)
+                before = place.branch.names.get(name) if place.branch is not None else None
                 # What a directory that was there had must not show through.
-                opaque = path[:depth] in self._nodes
+                opaque = before is not None and before.touched
                 node = Node(DIRECTORY, 0o755, uid, gid, self.stamp, opaque=opaque)
-                self._set(path[:depth], node)
-            elif node.kind != DIRECTORY:
+                there = _Place(None, self._set(made, node), node)
+            if there.kind != DIRECTORY:
                 raise PathError("is no directory", member=text(path[:depth]))
-        assert node is not None
-        return node
+            place = there
+        return self._node(place)
 
     def remove(self, path: Path) -> None:
         """Remove what is there, with all below it. Raises PathError where there is nothing."""
@@ -231,13 +269,7 @@ class Changes:
             raise PathError("the root cannot be deleted", member="/")
         if self.at(path) is None:
             raise PathError("does not exist", member=text(path))
-        todo = [path]
-        while todo:
-            directory = todo.pop()
-            for name in self._below_of.pop(directory, ()):
-                todo.append((*directory, name))
-                self._nodes.pop((*directory, name), None)
-        self._set(path, None)
+        self._set(path, None).names.clear()
 
     def _writable(self, path: Path) -> None:
         if not path:
@@ -252,54 +284,70 @@ class Changes:
 
     def files(self) -> Iterator[tuple[Path, Node]]:
         """Files whose data are still below: they have to be read before :meth:`members`."""
-        for path, node in self._nodes.items():
+        for path, branch in self._walk():
+            node = branch.node
             if node is not None and node.kind == FILE and node.data is None:
                 yield path, node
 
+    def _walk(self) -> Iterator[tuple[Path, _Branch]]:
+        """All branches, each before what is below it, sorted by name."""
+        todo: list[tuple[Path, _Branch]] = [((), self._top)]
+        while todo:
+            path, branch = todo.pop()
+            if path:
+                yield path, branch
+            todo.extend(((*path, name), branch.names[name]) for name in sorted(branch.names, reverse=True))
+
     def load(self, path: Path, data: bytes) -> None:
         """Give the data of one of :meth:`files`."""
-        node = self._nodes[path]
-        assert node is not None
-        self._nodes[path] = replace(node, data=data)
+        branch = self._top
+        for name in path:
+            branch = branch.names[name]
+        assert branch.node is not None
+        branch.node = replace(branch.node, data=data)
 
     def members(self) -> list[tuple[Member, bytes]]:
         """The layer's tar members with their data: parents before children, sorted by name, parents as they are below.
 
         Empty where nothing has changed.
         """
-        wanted: dict[Path, Node | None] = {}
-        for path, node in self._nodes.items():
-            if node is None and not self._hides(path):
-                continue
-            wanted[path] = node
-            for depth in range(1, len(path)):
-                if path[:depth] not in wanted:
-                    wanted[path[:depth]] = self.at(path[:depth])
         found: list[tuple[Member, bytes]] = []
-        for path in sorted(wanted):
-            node = wanted[path]
-            name = b"/".join(path)
-            if node is None:
-                found.append((_marker(b"/".join((*path[:-1], b".wh." + path[-1]))), b""))
+        parents: list[Path] = []
+        """Directories on the way that nothing was done to: they are members where something below them is one."""
+        for path, branch in self._walk():
+            while parents and parents[-1] != path[: len(parents[-1])]:
+                parents.pop()
+            if not branch.touched:
+                parents.append(path)
                 continue
-            data = (node.data or b"") if node.kind == FILE else b""
-            found.append(
-                (
-                    Member(
-                        name, node.kind, node.mode, node.uid, node.gid, node.mtime, node.mtime_ns, len(data), node.link,
-                        node.rdev, node.xattrs or None, NO_DATA, None,
-                    ),
-                    data,
-                )
-            )  # fmt: skip
-            if node.opaque and self._hides(path):
-                found.append((_marker(name + b"/.wh..wh..opq"), b""))
+            if branch.node is None and not self._hides(path):
+                continue
+            for parent in parents:
+                there = self.at(parent)
+                assert there is not None
+                self._add(found, parent, there)
+            parents.clear()
+            self._add(found, path, branch.node)
         return found
+
+    def _add(self, found: list[tuple[Member, bytes]], path: Path, node: Node | None) -> None:
+        name = b"/".join(path)
+        if node is None:
+            found.append((_marker(b"/".join((*path[:-1], b".wh." + path[-1]))), b""))
+            return
+        data = (node.data or b"") if node.kind == FILE else b""
+        row = Member(
+            name, node.kind, node.mode, node.uid, node.gid, node.mtime, node.mtime_ns, len(data), node.link, node.rdev,
+            node.xattrs or None, NO_DATA, None,
+        )  # fmt: skip
+        found.append((row, data))
+        if node.opaque and self._hides(path):
+            found.append((_marker(name + b"/.wh..wh..opq"), b""))
 
     def _hides(self, path: Path) -> bool:
         """True where something below would show at a path, were nothing there now."""
-        below = self._below(path[:-1])
-        return below is not None and self.view.child(below, path[-1]) is not None
+        place = self._place(path[:-1])
+        return place is not None and place.below is not None and self.view.child(place.below, path[-1]) is not None
 
 
 def _marker(name: bytes) -> Member:

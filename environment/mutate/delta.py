@@ -12,6 +12,7 @@ import hashlib
 import zlib
 
 from weenv.core.errors import FormatError, LimitError
+from weenv.environment.mutate.budget import Budget
 
 MAX_OBJECT = 1 << 30
 """Bytes of one object or binary file."""
@@ -51,18 +52,20 @@ def _size(data: bytes, at: int, what: str) -> tuple[int, int]:
     raise FormatError("a delta ends within a size", member=what)
 
 
-def apply_delta(base: bytes, delta: bytes, what: str) -> bytes:
-    """The object that ``delta`` makes of ``base``. Raises FormatError naming ``what``."""
+def apply_delta(base: bytes, delta: bytes, what: str, budget: Budget | None = None) -> bytes:
+    """The object that ``delta`` makes of ``base``, from the ``budget`` of its patch. Raises FormatError, LimitError."""
+    budget = budget or Budget()
     expected, at = _size(delta, 0, what)
     if expected != len(base):
         raise FormatError(f"its delta is for {expected} bytes, there are {len(base)}", member=what)
     size, at = _size(delta, at, what)
     if size > MAX_OBJECT:
         raise LimitError(f"{size} bytes, more than {MAX_OBJECT}", member=what)
-    parts: list[bytes] = []
-    made = 0
+    budget.spend(size)
+    out = bytearray()
     end = len(delta)
     while at < end:
+        budget.step()
         op = delta[at]
         at += 1
         if op & 0x80:
@@ -81,21 +84,19 @@ def apply_delta(base: bytes, delta: bytes, what: str) -> bytes:
             length = length or 0x10000
             if offset + length > len(base):
                 raise FormatError("a delta copies from beyond its base", member=what)
-            parts.append(base[offset : offset + length])
-            made += length
+            out += base[offset : offset + length]
         elif op:
             if at + op > end:
                 raise FormatError("a delta ends within an insertion", member=what)
-            parts.append(delta[at : at + op])
+            out += delta[at : at + op]
             at += op
-            made += op
         else:
             raise FormatError("a delta has a reserved instruction", member=what)
-        if made > size:
+        if len(out) > size:
             raise FormatError("a delta makes more than it says", member=what)
-    if made != size:
+    if len(out) != size:
         raise FormatError("a delta makes less than it says", member=what)
-    return b"".join(parts)
+    return bytes(out)
 
 
 def decode_line(line: bytes, what: str) -> bytes:

@@ -29,6 +29,8 @@ from weenv.registry.groupref.model import LayerRef
 
 _ENTRIES = 4_000_000
 """Entries of all TOCs kept in memory, which take about 60 bytes each."""
+_AT_ONCE = 8
+"""Layers made at a time: each may hold as many bytes as a patch may change and a layer may have."""
 
 
 class Mutator:
@@ -43,6 +45,7 @@ class Mutator:
         self.store = MutationStore(root) if limit is None else MutationStore(root, limit=limit)
         self.frames = FrameReader(client, root)
         self.made = 0
+        self._room = asyncio.Semaphore(_AT_ONCE)
         self.local = local
         self._reader = TocReader(client, root)
         self._tocs: OrderedDict[str, Toc] = OrderedDict()
@@ -83,9 +86,10 @@ class Mutator:
         async def read(inode: Inode, offset: int = 0, length: int | None = None) -> bytes:
             return await self.read(view, layers, inode, offset, length)
 
-        await kinds.apply_mutations(mutations, changes, read)
-        await kinds.load(changes, read)
-        return await asyncio.to_thread(self._finish, key, changes)
+        async with self._room:
+            await kinds.apply_mutations(mutations, changes, read)
+            await kinds.load(changes, read)
+            return await asyncio.to_thread(self._finish, key, changes)
 
     def _finish(self, key: str, changes: Changes) -> tuple[LayerRef, ...]:
         members = changes.members()

@@ -18,10 +18,12 @@ The behaviour is ``git apply``'s, because that is what task collections are chec
 from __future__ import annotations
 
 import re
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from weenv.core.errors import FormatError, LimitError
+from weenv.core.errors import FormatError
+from weenv.environment.mutate.budget import Budget
 from weenv.environment.mutate.delta import apply_delta, decode_line, inflate, object_name
 from weenv.layer.tarscan import show
 
@@ -106,9 +108,9 @@ class Content:
 # -- parsing ---------------------------------------------------------------------------------------------------------------
 
 
-def parse_patch(data: bytes, strip: int = 1) -> tuple[FilePatch, ...]:
-    """All files of a patch, in order. Raises PatchError with the line at fault; also for a patch without any diff."""
-    return _Parser(data, strip).run()
+def parse_patch(data: bytes, strip: int = 1, budget: Budget | None = None) -> tuple[FilePatch, ...]:
+    """All files of a patch, in order. Raises LimitError; PatchError with the line at fault, also where there is no diff."""
+    return _Parser(data, strip, budget or Budget()).run()
 
 
 def _unquote(text: bytes, line: int) -> tuple[bytes, bytes]:
@@ -136,11 +138,12 @@ def _unquote(text: bytes, line: int) -> tuple[bytes, bytes]:
 
 
 class _Parser:
-    def __init__(self, data: bytes, strip: int) -> None:
+    def __init__(self, data: bytes, strip: int, budget: Budget) -> None:
         self.lines = data.split(b"\n")
         if not self.lines[-1]:
             self.lines.pop()
         self.strip = strip
+        self.budget = budget
         self.at = 0
 
     def fail(self, message: str, line: int | None = None, hint: str = "") -> PatchError:
@@ -316,19 +319,40 @@ class _Parser:
         elif header.endswith(b'"') and b' "' in header:
             first, _, rest = header.partition(b' "')
             candidates = [(first, _unquote(b'"' + rest, line + 1)[0])]
+        elif (cut := self.cut(header)) is not None:
+            candidates = [(header[:cut], header[cut + 1 :])]
         else:
-            cuts = [at for at, byte in enumerate(header[:9000]) if byte == 0x20]
-            candidates = [(header[:at], header[at + 1 :]) for at in cuts if self.same(header[:at], header[at + 1 :])][:1]
+            return None
         for first, second in candidates:
             if self.same(first, second):
                 return self.stripped(second, self.strip, line)
+        return None
+
+    def cut(self, header: bytes) -> int | None:
+        """The space between A and B. What is left of both has one length, so there is one such place at most."""
+        if not self.strip:
+            middle = len(header) // 2
+            return middle if header[middle : middle + 1] == b" " else None
+        slashes = [match.start() for match in re.finditer(b"/", header)]
+        if len(slashes) < 2 * self.strip:
+            return None
+        kept = slashes[self.strip - 1] + 1
+        for match in re.finditer(b" ", header):
+            at = match.start()
+            ends = bisect_left(slashes, at) + self.strip - 1
+            if at < kept:
+                continue
+            if ends >= len(slashes):
+                return None
+            if at - kept == len(header) - slashes[ends] - 1:
+                return at
         return None
 
     def same(self, first: bytes, second: bytes) -> bool:
         """True where two names agree but for the components that are stripped."""
         if not self.strip:
             return first == second
-        return first.split(b"/")[self.strip :] == second.split(b"/")[self.strip :] != []
+        return first.split(b"/", self.strip)[self.strip :] == second.split(b"/", self.strip)[self.strip :] != []
 
     # hunks
 
@@ -403,7 +427,9 @@ class _Parser:
         if re.match(rb"(literal|delta) \d+\s*\Z", self.peek()):  # the way back
             while self.at < len(self.lines) and self.peek().strip():
                 self.at += 1
-        return Binary(inflate(bytes(packed), int(match[2]), what), match[1] == b"delta")
+        size = int(match[2])
+        self.budget.spend(size)
+        return Binary(inflate(bytes(packed), size, what), match[1] == b"delta")
 
 
 # -- applying --------------------------------------------------------------------------------------------------------------
@@ -422,8 +448,8 @@ class _Image:
     """A file's lines while hunks are applied; ``done`` marks those that a hunk has covered."""
 
     lines: list[bytes]
+    budget: Budget
     done: bytearray = field(default_factory=bytearray)
-    steps: int = 20_000_000
 
     def __post_init__(self) -> None:
         self.done = bytearray(len(self.lines))
@@ -457,22 +483,22 @@ class _Image:
         if beginning or end:
             return None  # no other place can match
         for distance in range(1, count + 1):
-            self.steps -= 1
-            if not self.steps:
-                raise LimitError("its hunks lie too far from where they should", member="the patch", hint="make it anew")
+            self.budget.step(1 + (len(hunk.old) >> 6))
             for at in (start + distance, start - distance):
                 if 0 <= at <= count and self.matches(hunk, at, beginning, end):
                     return at
         return None
 
     def apply(self, hunk: Hunk, at: int) -> None:
+        if len(hunk.old) != len(hunk.new):
+            self.budget.step((len(self.lines) - at) >> 10)  # what lies behind it is moved
         self.lines[at : at + len(hunk.old)] = hunk.new
         self.done[at : at + len(hunk.old)] = b"\1" * len(hunk.new)
 
 
-def apply_hunks(data: bytes, hunks: Sequence[Hunk], name: bytes) -> bytes:
-    """``data`` with all hunks applied. Raises PatchError naming the hunk."""
-    image = _Image(_split(data))
+def apply_hunks(data: bytes, hunks: Sequence[Hunk], name: bytes, budget: Budget | None = None) -> bytes:
+    """``data`` with all hunks applied. Raises PatchError naming the hunk, LimitError."""
+    image = _Image(_split(data), budget or Budget())
     for hunk in hunks:
         at = image.find(hunk)
         if at is None:
@@ -508,11 +534,14 @@ def sources(patches: Sequence[FilePatch]) -> set[bytes]:
     return {path for patch in patches for path in (patch.old, patch.new) if path is not None}
 
 
-def apply_patches(patches: Sequence[FilePatch], before: Mapping[bytes, Content | None]) -> dict[bytes, Content | None]:
-    """Every path that changes, and its content after (None: it is gone). Raises PatchError; nothing has changed then.
+def apply_patches(
+    patches: Sequence[FilePatch], before: Mapping[bytes, Content | None], budget: Budget | None = None
+) -> dict[bytes, Content | None]:
+    """Every path that changes, and its content after (None: it is gone). Nothing has changed where this raises.
 
-    ``before`` has every path of :func:`sources`; None where there is no file.
+    ``before`` has every path of :func:`sources`; None where there is no file. Raises PatchError, LimitError.
     """
+    budget = budget or Budget()
     leaving = {p.old for p in patches if p.old is not None and (p.new is None or (p.moved and not p.copy))}
     after: dict[bytes, Content | None] = {}
     removed: set[bytes] = set()
@@ -520,7 +549,7 @@ def apply_patches(patches: Sequence[FilePatch], before: Mapping[bytes, Content |
         content = _source(patch, before, after)
         if patch.new is None:
             assert patch.old is not None and content is not None
-            left = _changed(patch, content).data
+            left = _changed(patch, content, budget).data
             if left:
                 raise PatchError("is deleted, but the hunks leave something of it", member=show(patch.old))
             removed.add(patch.old)
@@ -530,7 +559,7 @@ def apply_patches(patches: Sequence[FilePatch], before: Mapping[bytes, Content |
             there = after[patch.new] if patch.new in after else before[patch.new]
             if there is not None and (patch.new in after or patch.new not in leaving):
                 raise PatchError("exists already", member=show(patch.new), hint="the patch says that it creates it")
-        result = _changed(patch, content or Content(b""))
+        result = _changed(patch, content or Content(b""), budget)
         if patch.moved and not patch.copy and patch.old is not None and patch.old not in after:
             after[patch.old] = None
         after[patch.new] = result
@@ -553,15 +582,21 @@ def _source(patch: FilePatch, before: Mapping[bytes, Content | None], after: Map
     return content
 
 
-def _changed(patch: FilePatch, content: Content) -> Content:
-    data = _binary(patch, content.data) if patch.binary is not None else apply_hunks(content.data, patch.hunks, patch.path)
+def _changed(patch: FilePatch, content: Content, budget: Budget) -> Content:
+    budget.spend(len(content.data))
+    if patch.binary is not None:
+        data = _binary(patch, content.data, budget)
+    elif patch.hunks:
+        data = apply_hunks(content.data, patch.hunks, patch.path, budget)
+    else:
+        data = content.data
     symlink, executable = content.symlink, content.executable
     if patch.new_mode:
         symlink, executable = patch.new_mode == SYMLINK_MODE, patch.new_mode == EXECUTABLE
     return Content(data, symlink, executable)
 
 
-def _binary(patch: FilePatch, data: bytes) -> bytes:
+def _binary(patch: FilePatch, data: bytes, budget: Budget) -> bytes:
     name = show(patch.path)
     assert patch.binary is not None
     before, after = patch.ids
@@ -573,7 +608,7 @@ def _binary(patch: FilePatch, data: bytes) -> bytes:
         raise PatchError("is not the binary file that the patch was made for", member=name)
     result = b""
     if after != zero:
-        result = apply_delta(data, patch.binary.data, name) if patch.binary.is_delta else patch.binary.data
+        result = apply_delta(data, patch.binary.data, name, budget) if patch.binary.is_delta else patch.binary.data
     if after != zero and _named(result, algorithm) != after:
         raise PatchError("the binary change does not give what the patch says", member=name)
     return result

@@ -6,6 +6,7 @@ producers are in integration/test_foreign.py.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gzip
 import hashlib
@@ -24,6 +25,7 @@ from weenv.layer.foreign.formats import ESTARGZ, FOOTER, ForeignLayer, parse_foo
 from weenv.layer.tarscan import Member, TarScanner
 from weenv.layer.toc import BLOCK, CHAR, DIRECTORY, FIFO, FILE, HARDLINK, NO_DATA, SYMLINK, Toc
 from weenv.layer.verify import verify_frame
+from weenv.plugin.snapshotter import builder
 
 _TYPES = {
     FILE: "reg", DIRECTORY: "dir", SYMLINK: "symlink", HARDLINK: "hardlink", CHAR: "char", BLOCK: "block", FIFO: "fifo",
@@ -69,6 +71,11 @@ class Blob:
         return b"".join(
             verify_frame(toc.frames, n, view[bounds[n] : bounds[n + 1]]) for n in range(len(toc.frames))
         )
+
+
+async def translate(directory: str, layer: ForeignLayer, offset: int, content: int) -> builder.Place:
+    """What Builder.translate does, without a process."""
+    return await asyncio.to_thread(builder.translate, directory, layer, offset)
 
 
 def _zstd(data: bytes) -> bytes:

@@ -129,7 +129,8 @@ def parse_footer(footer: Buffer, size: int) -> int:
 def read_toc(layer: ForeignLayer, data: Buffer) -> bytes:
     """The JSON, verified. ``data`` is the compressed TOC: of eStargz all between where the footer points and the footer.
 
-    Raises :class:`VerificationError`, :class:`FormatError`.
+    Raises :class:`VerificationError` where the bytes are not the promised ones, as far as can be told: of eStargz, whose digest
+    is that of the JSON, they are not either where they hold none. :class:`FormatError` for what the publisher has done.
     """
     if layer.format == ZSTD_CHUNKED:
         return _read_zstd(layer, data)
@@ -154,17 +155,20 @@ def _read_gzip(layer: ForeignLayer, data: Buffer) -> bytes:
     try:
         content = inflater.decompress(data, MAX_TOC + _AROUND)
     except zlib.error as error:
-        raise FormatError(f"it cannot be decompressed: {error}", member=_WHAT) from None
+        raise VerificationError(f"it cannot be decompressed: {error}", member=_WHAT) from None
     if not inflater.eof:
         if len(content) == MAX_TOC + _AROUND:
             raise LimitError(f"more than {MAX_TOC} bytes", member=_WHAT)
-        raise FormatError("its gzip member is truncated", member=_WHAT)
+        raise VerificationError("its gzip member is truncated", member=_WHAT)
     found: list[Member] = []
     scanner = TarScanner(found.append)
-    scanner.feed(content)
-    scanner.close()
+    try:
+        scanner.feed(content)
+        scanner.close()
+    except FormatError as error:
+        raise VerificationError(f"it is no tar: {error}", member=_WHAT) from None
     if len(found) != 1 or found[0].name != TOC_NAME or found[0].kind != FILE or found[0].sparse is not None:
-        raise FormatError(f"its tar does not hold {TOC_NAME.decode()}", member=_WHAT)
+        raise VerificationError(f"its tar does not hold {TOC_NAME.decode()}", member=_WHAT)
     begin, size = found[0].offset, found[0].size
     text = content[begin : begin + size] if size else b""
     have = digests.sha256(text)

@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import os
-import resource
 from collections.abc import Callable
 from typing import Any
 
+from weenv.core.aio import expect_many
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError
 from weenv.core.process import only_instance, stop_signals
@@ -62,8 +62,7 @@ async def serve(
     if config.cri_updates == "nri" and not nri.enabled:
         raise ConfigError('elastic.serve.cri_updates = "nri" needs nri.enabled', hint="enable it, or say tasks or cri")
     inherited = notify.take_socket("elastic")
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # a dozen descriptors an environment
+    expect_many()  # a dozen descriptors an environment
     async with contextlib.AsyncExitStack() as exits:
         # One for each containerd, not one for each root: two would undo each other's decisions, whatever files they keep.
         place, name = os.path.split(os.path.realpath(config.address))

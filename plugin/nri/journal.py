@@ -25,6 +25,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from weenv.core.regular import regular
+
 LOOK_EVERY = 1.0
 """Seconds between two lines of ``decisions.jsonl`` about an environment to which nothing happens."""
 MAX_LINE = 1 << 16
@@ -158,14 +160,14 @@ def read(path: str, *, since: float = 0.0, follow: bool = False) -> Iterator[dic
 
     A file that is not there has none (and is waited for). Raises OSError where one cannot be read.
     """
-    with contextlib.suppress(FileNotFoundError), open(path + ".1", "rb") as file:
+    with contextlib.suppress(FileNotFoundError), open(path + ".1", "rb", opener=regular) as file:
         yield from _records(file, since)
     file_now = None
     try:
         while True:
             if file_now is None:
                 try:
-                    file_now = open(path, "rb")  # noqa: SIM115 - closed below
+                    file_now = open(path, "rb", opener=regular)  # noqa: SIM115 - closed below
                 except FileNotFoundError:
                     if not follow:
                         return

@@ -10,8 +10,9 @@ of the child's address space: who needs more is tried once more with the whole b
 
 Protocol on the nursery's stdin and stdout: one JSON object a line. Request: ``id``, ``directory`` (a layer directory),
 ``variant``, ``attributes`` (text, see planes/base.py), ``memory`` (bytes); or ``directory``, ``foreign``, ``offset`` and
-``memory``: a TOC in another format is to be made into ours. Answer: ``id`` and either ``seconds`` or
-``error``, ``message``, ``hint``; error ``MemoryError``: more memory is needed. The end of stdin ends it.
+``memory``: a TOC in another format is to be made into ours. Answer: ``id`` and either ``seconds`` and, for the latter, ``tail``
+(:data:`Place` as a list), or ``error``, ``message``, ``hint``; error ``MemoryError``: more memory is needed. The end of stdin
+ends it.
 """
 
 from __future__ import annotations
@@ -31,11 +32,15 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from weenv.core import errors
+from weenv.core.process import fork
 
 if TYPE_CHECKING:
     from weenv.layer.foreign.formats import ForeignLayer
 
 log = logging.getLogger(__name__)
+
+Place = tuple[int, int, str]
+"""Of a tail that was made: where it would begin in the blob, its length, its digest."""
 
 META = "meta.erofs"
 FACTS = "facts.json"
@@ -83,29 +88,31 @@ def build(directory: str, variant: str, attributes: str) -> None:
     write_atomic(os.path.join(directory, meta_name(variant)), image, durable=False)
 
 
-def translate(directory: str, layer: ForeignLayer, offset: int) -> None:
+def translate(directory: str, layer: ForeignLayer, offset: int) -> Place:
     """Make ``directory/toc``, a tail of ours, of ``directory/foreign``, the TOC of a layer in another format, at ``offset``.
 
-    ``directory/where`` then says where the tail would begin in the blob. Raises FormatError (VerificationError where it is not
-    the TOC that ``layer`` promises), OSError.
+    The latter is gone then. Raises FormatError (VerificationError where it is not the TOC that ``layer`` promises), OSError.
     """
     from weenv.core.atomic import write_atomic
     from weenv.layer.foreign.tail import make_tail
 
-    with open(os.path.join(directory, "foreign"), "rb") as file:
+    path = os.path.join(directory, "foreign")
+    with open(path, "rb") as file:
         data = file.read()
     _, descriptor, tail = make_tail(layer, data, offset)
     write_atomic(os.path.join(directory, "toc"), tail, durable=False)
-    write_atomic(os.path.join(directory, "where"), b"%d" % descriptor.toc_offset, durable=False)
+    os.unlink(path)  # not before: who runs out of memory is tried again
+    return descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest
 
 
 def _job(request: dict[str, Any]) -> dict[str, Any]:
     begin = time.perf_counter()
+    place: Place | None = None
     try:
         if "foreign" in request:
             from weenv.layer.foreign.formats import ForeignLayer
 
-            translate(str(request["directory"]), ForeignLayer(**request["foreign"]), int(request["offset"]))
+            place = translate(str(request["directory"]), ForeignLayer(**request["foreign"]), int(request["offset"]))
         else:
             build(str(request["directory"]), str(request["variant"]), str(request["attributes"]))
     except errors.WeenvError as error:
@@ -116,7 +123,7 @@ def _job(request: dict[str, Any]) -> dict[str, Any]:
         return {"error": "MemoryError", "message": ""}
     except Exception as error:  # noqa: BLE001 (a child's last words)
         return {"error": "FormatError", "message": f"internal error: {type(error).__name__}: {error}"}
-    return {"seconds": time.perf_counter() - begin}
+    return {"seconds": time.perf_counter() - begin, "tail": place}
 
 
 def nursery() -> None:
@@ -149,14 +156,18 @@ def nursery() -> None:
             *lines, pending = (pending + data).split(b"\n")
             for line in lines:
                 request = json.loads(line)
-                pid = os.fork()
+                try:
+                    pid, fd = fork()
+                except OSError as error:
+                    text = f"no process to build metadata can be started: {error.strerror}"
+                    _answer({"id": request["id"], "error": "StorageError", "message": text, "errno": error.errno or 0})
+                    continue
                 if pid == 0:
                     with contextlib.suppress(ValueError, OSError):
                         most = _address_space() + int(request["memory"])
                         resource.setrlimit(resource.RLIMIT_AS, (most, most))
                     _answer({"id": request["id"], **_job(request)})
                     os._exit(0)
-                fd = os.pidfd_open(pid)
                 children[fd] = (pid, request["id"])
                 selector.register(fd, selectors.EVENT_READ)
 
@@ -234,7 +245,7 @@ class Builder:
     def __init__(self, jobs: int, memory: int = 0) -> None:
         self._slots = asyncio.Semaphore(jobs)
         self._budget = Budget(memory or default_memory())
-        self._jobs: set[asyncio.Task[float]] = set()
+        self._jobs: set[asyncio.Task[dict[str, Any]]] = set()
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}
@@ -282,14 +293,16 @@ class Builder:
     async def build(self, directory: str, variant: str, attributes: str) -> float:
         """Build one image; returns the seconds it took in the child. Raises what the child raised."""
         request = {"directory": directory, "variant": variant, "attributes": attributes}
-        return await self._in_budget(request, await asyncio.to_thread(expected_memory, directory))
+        answer = await self._in_budget(request, await asyncio.to_thread(expected_memory, directory))
+        return float(answer["seconds"])
 
-    async def translate(self, directory: str, layer: ForeignLayer, offset: int, content: int) -> float:
+    async def translate(self, directory: str, layer: ForeignLayer, offset: int, content: int) -> Place:
         """:func:`translate` in a child; ``content`` is about how many bytes the TOC has decompressed. Raises what it raised."""
         request = {"directory": directory, "foreign": asdict(layer), "offset": offset}
-        return await self._in_budget(request, _SHARE + _PER_BYTE * content)
+        begin, length, digest = (await self._in_budget(request, _SHARE + _PER_BYTE * content))["tail"]
+        return int(begin), int(length), str(digest)
 
-    async def _in_budget(self, request: dict[str, Any], expected: int) -> float:
+    async def _in_budget(self, request: dict[str, Any], expected: int) -> dict[str, Any]:
         whole = self._budget.total
         share = min(expected, whole)
         try:
@@ -302,7 +315,7 @@ class Builder:
                 f"the layer's TOC needs more than {whole >> 20} MiB of memory", hint="raise [snapshotter] builder_memory"
             ) from None
 
-    async def _start_job(self, request: dict[str, Any], share: int) -> float:
+    async def _start_job(self, request: dict[str, Any], share: int) -> dict[str, Any]:
         """Wait for room, then run a job. Who is cancelled leaves it running: its room is taken until it ends."""
         await self._slots.acquire()
         try:
@@ -315,12 +328,12 @@ class Builder:
         job.add_done_callback(self._ended)
         return await asyncio.shield(job)
 
-    def _ended(self, job: asyncio.Task[float]) -> None:
+    def _ended(self, job: asyncio.Task[dict[str, Any]]) -> None:
         self._jobs.discard(job)
         if not job.cancelled():
             job.exception()  # whoever waits has it
 
-    async def _job(self, request: dict[str, Any], share: int) -> float:
+    async def _job(self, request: dict[str, Any], share: int) -> dict[str, Any]:
         try:
             process = await self._start()
             assert process.stdin is not None
@@ -342,7 +355,13 @@ class Builder:
             raise _MoreMemory
         if "error" in answer:
             raise _revive(answer)
-        return float(answer["seconds"])
+        return answer
+
+
+async def translate_alone(directory: str, layer: ForeignLayer, offset: int, content: int) -> Place:
+    """:meth:`Builder.translate` with a nursery for this one job: for who seldom has any."""
+    async with Builder(1) as builder:
+        return await builder.translate(directory, layer, offset, content)
 
 
 def _revive(answer: dict[str, Any]) -> errors.WeenvError:

@@ -64,6 +64,8 @@ class SnapshotterConfig:
     metrics_address: str = ""
     """Loopback ``HOST:PORT`` or ``unix:/path`` for Prometheus; empty: none."""
     registry: RegistryConfig = field(default_factory=RegistryConfig)
+    blobfs_socket: str = "/run/weenv/blobfs.sock"
+    """Where blobfs is told that a container begins: `[blobfs] status_socket`."""
 
     def __post_init__(self) -> None:
         for name in ("root", "socket", "blobs"):
@@ -97,10 +99,17 @@ def from_tables(tables: dict[str, Any], **overrides: Any) -> SnapshotterConfig:
         SnapshotterConfig,
         tables.get("snapshotter", {}),
         "snapshotter",
-        skip=frozenset({"registry"}),
+        skip=frozenset({"registry", "blobfs_socket"}),
         registry=registry,
-        **overrides,
+        **{"blobfs_socket": _text(tables, "blobfs", "status_socket"), **overrides},
     )
+
+
+def _text(tables: dict[str, Any], table: str, name: str) -> str | None:
+    """Another table's setting, where it is there and a text: whoever that table belongs to complains of any other."""
+    found = tables.get(table)
+    value = found.get(name) if isinstance(found, dict) else None
+    return value if isinstance(value, str) else None
 
 
 def registry_config(tables: dict[str, Any]) -> RegistryConfig:

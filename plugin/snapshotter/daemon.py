@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import AsyncIterator, Callable
 
-from weenv.core.aio import Background
+from weenv.core.aio import Background, expect_many
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import WeenvError
 from weenv.core.process import only_instance, stop_signals
@@ -90,6 +90,7 @@ async def serve(
 
     Raises :class:`~weenv.core.errors.ConfigError`, :class:`~weenv.core.errors.StorageError`.
     """
+    expect_many()
     passed = notify.inherited() if passed is None else passed
     inherited = notify.listening_socket(passed.pop("snapshotter", ()))
     waiting = next(iter(passed.pop("snapshotter-waiting", ())), None)

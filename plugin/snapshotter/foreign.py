@@ -7,17 +7,16 @@ zstd:chunked. The JSON is read by a child of the builder's, within its memory; n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import secrets
-import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 
-from weenv.core import digest as digests
 from weenv.core.atomic import write_atomic
-from weenv.core.errors import FormatError
+from weenv.core.errors import FormatError, VerificationError
 from weenv.layer.foreign.formats import ESTARGZ, FOOTER, ForeignLayer, parse_footer
-from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
+from weenv.plugin.snapshotter.builder import Place
+from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.registry.source import BlobSource
 
 _GUESS_LEAST, _GUESS_MOST = 64 << 10, 4 << 20
@@ -27,7 +26,7 @@ _GUESS_PART = 50
 _RATIO = 20
 """About how many times as long as compressed the JSON of an eStargz TOC is."""
 
-Translate = Callable[[str, ForeignLayer, int, int], Awaitable[float]]
+Translate = Callable[[str, ForeignLayer, int, int], Awaitable[Place]]
 """``Builder.translate``: directory, layer, offset of the TOC in the blob, its length decompressed."""
 
 
@@ -47,43 +46,61 @@ async def fetch_toc(
         return layer.toc_offset, await source.read(layer.toc_offset, layer.toc_length, deadline=deadline)
     if layer.size <= FOOTER:
         raise FormatError("the blob is too short to be eStargz", member=layer.digest)
-    guess = min(layer.size, max(_GUESS_LEAST, min(layer.size // _GUESS_PART, _GUESS_MOST)))
-    end = await source.read(layer.size - guess, guess, deadline=deadline)
-    offset = parse_footer(end[-FOOTER:], layer.size)
-    missing = layer.size - guess - offset
-    if missing > 0:
+    begin = _guess(layer)
+    while True:
+        end = await source.read(begin, layer.size - begin, deadline=deadline)
+        try:
+            offset = parse_footer(end[-FOOTER:], layer.size)
+            break
+        except FormatError:
+            if not source.suspect(layer.size - FOOTER, FOOTER):
+                raise
+    if offset < begin:
         await admit(layer.size - offset)
-        end = await source.read(offset, missing, deadline=deadline) + end
-        missing = 0
-    return offset, end[-missing:-FOOTER]
+        end = await source.read(offset, begin - offset, deadline=deadline) + end
+        begin = offset
+    return offset, end[offset - begin : -FOOTER]
 
 
-async def make_tail(
-    layer: ForeignLayer, offset: int, data: bytes, origins: list[Origin], folder: str, translate: Translate
-) -> tuple[LayerSource, bytes]:
-    """The tail that stands for the TOC ``data``, and what goes into ``source.json`` with it.
+def _guess(layer: ForeignLayer) -> int:
+    """Where the end of an eStargz blob begins that is read in the hope that the TOC is in it."""
+    return layer.size - min(layer.size, max(_GUESS_LEAST, min(layer.size // _GUESS_PART, _GUESS_MOST)))
 
-    ``folder`` is where a directory may be made for the time being. Raises FormatError (VerificationError for a TOC that is
-    not the promised one), LimitError, OSError.
+
+def _suspect(source: BlobSource, layer: ForeignLayer, offset: int, length: int) -> bool:
+    """The TOC that was read at ``offset`` is wrong. True where reading it once more may help.
+
+    Of eStargz the footer may be what is wrong, and says where to read: so how often is counted there, whatever it says.
     """
-    directory = os.path.join(folder, f".new-{digests.hex_of(layer.digest)[:12]}-{secrets.token_hex(4)}")
-    try:
-        await asyncio.to_thread(_put, directory, data)
-        await translate(directory, layer, offset, layer.toc_content or min(len(data) * _RATIO, 64 << 20))
-        end, tail, digest = await asyncio.to_thread(_take, directory)
-    finally:
-        await asyncio.to_thread(shutil.rmtree, directory, True)
-    found = replace(layer, toc_offset=offset, toc_length=len(data))
-    return LayerSource(layer.digest, layer.size, end, len(tail), digest, origins, found), tail
+    if layer.format != ESTARGZ:
+        return source.suspect(offset, length)
+    again = source.suspect(layer.size - FOOTER, FOOTER)
+    if offset < (begin := _guess(layer)):
+        source.suspect(offset, begin - offset)
+    return again
 
 
-def _put(directory: str, data: bytes) -> None:
-    os.makedirs(directory, mode=0o700)
-    write_atomic(os.path.join(directory, "foreign"), data, durable=False)
+@contextlib.asynccontextmanager
+async def made_tail(
+    source: BlobSource, layer: ForeignLayer, origins: list[Origin], dirs: LayerDirs, translate: Translate, *,
+    deadline: float | None = None, admit: Callable[[int], Awaitable[None]] = _admit,
+) -> AsyncIterator[tuple[LayerSource, str]]:  # fmt: skip
+    """What goes into ``source.json``, and a directory of ``dirs.beginning`` with the tail that stands for the layer's TOC.
 
-
-def _take(directory: str) -> tuple[int, bytes, str]:
-    with open(os.path.join(directory, "toc"), "rb") as file:
-        tail = file.read()
-    with open(os.path.join(directory, "where"), "rb") as file:
-        return int(file.read(20)), tail, digests.sha256(tail)
+    A TOC that is not the promised one is read again as long as the source may have another. Raises SourceError, FormatError
+    (VerificationError for a TOC that is not the promised one), LimitError, OSError.
+    """
+    with dirs.beginning(layer.digest) as directory:
+        while True:
+            offset, data = await fetch_toc(source, layer, deadline=deadline, admit=admit)
+            length = len(data)
+            await asyncio.to_thread(write_atomic, os.path.join(directory, "foreign"), data, durable=False)
+            del data
+            try:
+                place = await translate(directory, layer, offset, layer.toc_content or min(length * _RATIO, 64 << 20))
+                break
+            except VerificationError:
+                if not _suspect(source, layer, offset, length):
+                    raise
+        found = replace(layer, toc_offset=offset, toc_length=length)
+        yield LayerSource(layer.digest, layer.size, *place, origins, found), directory

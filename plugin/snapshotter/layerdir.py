@@ -8,6 +8,8 @@
         toc.damaged    a toc that blobfs found damaged and replaced, for whoever wants to look at it
         source.json    what the blob is and where its bytes come from (:class:`LayerSource`)
         facts.json     diffID and implied directories, from ``toc`` (planes/base.py)
+        prefetch       the layer's read profile as its image's manifest says it (layer/profile.py), unchecked; where it has one
+        reads          which frames have been read here, for who makes a profile (blobfs writes it; see cache/reads.py)
         evict          empty; ``data`` is to be evicted: the kernel is not to read it by itself (cache/keeper.py)
         meta.erofs     EROFS metadata built from ``toc`` by this node; its one extra device is the tar stream
         meta-<v>.erofs the same with other attributes for implied directories (variant <v>, see the resolver)
@@ -15,17 +17,20 @@
         present        which frames of ``data`` are there (blobfs writes it; see cache/present.py)
 
 Who writes: the snapshotter creates the directory under a temporary name with ``toc`` and ``source.json`` in it and
-renames it into place, so a directory that exists has both; it adds ``meta*.erofs`` by rename. blobfs alone creates and
-changes ``data``, ``present`` and ``evict`` (so does ``weenv cache prune``, where no blobfs runs). Removal: the snapshotter
-renames the directory to ``<root>/layers/.trash/<name>`` first; blobfs keeps serving from the descriptors that it holds open.
+renames it into place, so a directory that exists has both; it adds ``meta*.erofs`` and ``prefetch`` by rename. blobfs alone
+creates and changes ``data``, ``present``, ``reads`` and ``evict`` (so do commands where no blobfs runs). Removal: the
+snapshotter renames the directory to ``<root>/layers/.trash/<name>`` first; blobfs keeps serving from the descriptors that it
+holds open.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -33,10 +38,12 @@ from weenv.core import digest as digests
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import BadReference, FormatError
 from weenv.layer.foreign.formats import ForeignLayer
-from weenv.layer.verify import LayerDescriptor
+from weenv.layer.verify import MAX_LABEL, LayerDescriptor
 
 EVICT = "evict"
 """A complete layer that has this file in its directory is mounted over blobfs all the same."""
+PREFETCH_MAX = MAX_LABEL
+"""Bytes of a ``prefetch`` file at most."""
 MUTATIONS = "mutations"
 """``<root>/mutations``: an OCI layout of layers that this node made itself (environment/mutate/cache.py)."""
 CONVERTED = "converted"
@@ -150,21 +157,36 @@ class LayerDirs:
 
         Does nothing where the directory exists already. Raises OSError.
         """
-        final = self.path(source.digest)
         if self.exists(source.digest):
-            return final
-        os.makedirs(self.base, mode=0o700, exist_ok=True)
-        temporary = os.path.join(self.root, f".new-{digests.hex_of(source.digest)[:12]}-{secrets.token_hex(4)}")
+            return self.path(source.digest)
+        with self.beginning(source.digest) as temporary:
+            write_atomic(os.path.join(temporary, "toc"), tail, durable=False)
+            return self.adopt(source, temporary)
+
+    @contextlib.contextmanager
+    def beginning(self, digest: str) -> Iterator[str]:
+        """A directory in which a layer's is prepared; it is removed in the end unless it was adopted. Raises OSError."""
+        os.makedirs(self.root, mode=0o700, exist_ok=True)
+        temporary = os.path.join(self.root, f".new-{digests.hex_of(digest)[:12]}-{secrets.token_hex(4)}")
         os.mkdir(temporary, 0o700)
         try:
-            write_atomic(os.path.join(temporary, "toc"), tail, durable=False)
-            write_atomic(os.path.join(temporary, "source.json"), source.to_json(), durable=False)
-            os.rename(temporary, final)
-        except OSError:
+            yield temporary
+        finally:
             shutil.rmtree(temporary, ignore_errors=True)
-            if self.exists(source.digest):  # somebody else was first
-                return final
-            raise
+
+    def adopt(self, source: LayerSource, directory: str) -> str:
+        """Make the layer's directory of one of :meth:`beginning` that has ``toc`` and nothing else. Returns its path.
+
+        Does nothing where another exists already. Raises OSError.
+        """
+        final = self.path(source.digest)
+        os.makedirs(self.base, mode=0o700, exist_ok=True)
+        write_atomic(os.path.join(directory, "source.json"), source.to_json(), durable=False)
+        try:
+            os.rename(directory, final)
+        except OSError:
+            if not self.exists(source.digest):  # nobody else was first
+                raise
         return final
 
     def source(self, digest: str) -> LayerSource:
@@ -179,6 +201,19 @@ class LayerDirs:
         if fresh:
             merged = replace(source, origins=[*fresh, *source.origins][:16])
             write_atomic(self.file(digest, "source.json"), merged.to_json(), durable=False)
+
+    def prefetch(self, digest: str) -> str:
+        """The layer's read profile, whatever it says; empty where it has none."""
+        try:
+            with open(self.file(digest, "prefetch"), "rb") as file:
+                return file.read(PREFETCH_MAX + 1).decode("utf-8", "replace")
+        except OSError:
+            return ""
+
+    def set_prefetch(self, digest: str, value: str) -> None:
+        """Remember the layer's read profile; the latest counts. Raises OSError."""
+        if value and value != self.prefetch(digest):
+            write_atomic(self.file(digest, "prefetch"), value.encode("utf-8", "replace"), durable=False)
 
     def discard(self, digest: str) -> str | None:
         """Move a layer's directory to the trash and return its new path, or None where there is none."""

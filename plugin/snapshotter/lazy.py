@@ -23,6 +23,7 @@ from weenv.plugin.snapshotter.planes.erofs import ErofsPlane
 from weenv.plugin.snapshotter.planes.fuse import FusePlane
 from weenv.plugin.snapshotter.resolve import Resolver
 from weenv.plugin.snapshotter.service import LazyLayers, NoLazyLayers
+from weenv.plugin.snapshotter.starts import Starts
 from weenv.registry.client import RegistryClient
 
 log = logging.getLogger(__name__)
@@ -31,9 +32,10 @@ log = logging.getLogger(__name__)
 class Lazy:
     """:class:`~weenv.plugin.snapshotter.service.LazyLayers` out of layers and resolver."""
 
-    def __init__(self, layers: Layers, resolver: Resolver) -> None:
+    def __init__(self, layers: Layers, resolver: Resolver, starts: Starts) -> None:
         self._layers = layers
         self._resolver = resolver
+        self._starts = starts
 
     def attached(self, layer_ids: Collection[int]) -> bool:
         """See Layers."""
@@ -46,6 +48,10 @@ class Lazy:
     def path(self, layer_id: int) -> str:
         """See Layers."""
         return self._layers.path(layer_id)
+
+    def begins(self, layer_ids: frozenset[int]) -> None:
+        """See Starts."""
+        self._starts.begin(layer_ids)
 
     def usage(self, layer_id: int) -> Usage:
         """See Layers."""
@@ -102,4 +108,5 @@ async def open_layers(
         layers.recover()
         background.spawn(layers.tend(config.complete_check), "tend layers")
         stack.push_async_callback(background.close)  # before what its tasks use is closed
-        yield Lazy(layers, Resolver(config, layers, client, metrics, background, builder.translate))
+        resolver = Resolver(config, layers, client, metrics, background, builder.translate)
+        yield Lazy(layers, resolver, Starts(store, dirs, config.blobfs_socket, background))

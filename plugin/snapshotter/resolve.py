@@ -22,7 +22,7 @@ import os
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from weenv.core import digest as digests
 from weenv.core.aio import Background, SingleFlight
@@ -43,7 +43,7 @@ from weenv.layer.foreign.formats import ForeignLayer, parse_foreign
 from weenv.layer.verify import LAYER_ANNOTATION, LayerDescriptor, parse_annotations, verify_tail_bytes
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF
 from weenv.plugin.snapshotter.config import SnapshotterConfig
-from weenv.plugin.snapshotter.foreign import Translate, fetch_toc, make_tail
+from weenv.plugin.snapshotter.foreign import Translate, made_tail
 from weenv.plugin.snapshotter.implied import attributes_below
 from weenv.plugin.snapshotter.layerdir import CONVERTED, MUTATIONS, LayerSource, Origin
 from weenv.plugin.snapshotter.layers import Layers
@@ -194,7 +194,7 @@ class Resolver:
         self._plans: OrderedDict[tuple[str, str], Plan] = OrderedDict()
         self._told: OrderedDict[tuple[str, str], float] = OrderedDict()
         self._planning: SingleFlight[tuple[str, str], Plan | None] = SingleFlight()
-        self._making: SingleFlight[str, LayerFacts] = SingleFlight()
+        self._making: SingleFlight[tuple[LayerDescriptor | ForeignLayer, tuple[Origin, ...]], LayerFacts] = SingleFlight()
         self._large = asyncio.Semaphore(1)
         self._trusted = TrustedHosts(config.root)
         self._hosts: OrderedDict[str, tuple[float, bool]] = OrderedDict()
@@ -287,49 +287,55 @@ class Resolver:
     # one layer
 
     async def _make(self, descriptor: LayerDescriptor | ForeignLayer, image: Reference | None) -> LayerFacts:
-        """Tail, layer directory, metadata: once per layer whoever asks."""
+        """Tail, layer directory, metadata: once per layer whoever asks.
+
+        Who describes the same blob in another way, or knows it from elsewhere, gets no answer that was meant for another.
+        """
         with self.layers.pin(descriptor.digest):
             origins = await self._origins(descriptor, image)
-            facts = await self._making.do(descriptor.digest, lambda: self._make_now(descriptor, origins))
+            said = replace(descriptor, source=None, prefetch="") if isinstance(descriptor, LayerDescriptor) else descriptor
+            facts = await self._making.do((said, tuple(origins)), lambda: self._make_now(descriptor, origins))
             self.layers.keep_awhile(descriptor.digest)
+            if isinstance(descriptor, LayerDescriptor):
+                with contextlib.suppress(OSError):  # a full disk: without its profile the layer is as right
+                    self.layers.dirs.set_prefetch(descriptor.digest, descriptor.prefetch)
             return facts
 
     async def _make_now(self, descriptor: LayerDescriptor | ForeignLayer, origins: list[Origin]) -> LayerFacts:
         dirs = self.layers.dirs
         begin = time.perf_counter()
-        if dirs.exists(descriptor.digest):
-            known = dirs.source(descriptor.digest)
-            its_toc = known.foreign.toc_digest if known.foreign is not None else known.toc_digest
-            its_format = known.foreign.format if known.foreign is not None else ""
-            wanted_format = descriptor.format if isinstance(descriptor, ForeignLayer) else ""
-            if (its_format, its_toc, known.size) != (wanted_format, descriptor.toc_digest, descriptor.size):
-                # A digest of the whole blob is not checked while it is read piecemeal: whoever came first with this
-                # digest has fixed what its tail is, and somebody else's manifest cannot change it.
-                raise VerificationError(
-                    f"layer {descriptor.digest} is known with another tail",
-                    hint="one of two images that name this layer is forged or was converted wrongly",
-                )
-            dirs.add_origins(descriptor.digest, origins)
-        else:
+        if not dirs.exists(descriptor.digest):
             large = isinstance(descriptor, LayerDescriptor) and descriptor.toc_length > _LARGE_TAIL
             async with self._large if large else contextlib.nullcontext():
-                source, tail = await self._fetch_tail(descriptor, origins)
-                await asyncio.to_thread(dirs.create, source, tail)
-                del tail
+                await self._store(descriptor, origins)
             if isinstance(descriptor, ForeignLayer):
                 log.info("layer is in another format", extra={"layer": descriptor.digest, "format": descriptor.format})
             if origins and os.path.basename(origins[0].path) == CONVERTED:
                 log.info("layer was converted on this node, its image is not lazy", extra={"layer": descriptor.digest})
             self._metrics.resolve_seconds.labels(stage="tail").observe(time.perf_counter() - begin)
+        # Even where it was made here: others may have been first.
+        known = dirs.source(descriptor.digest)
+        its_toc = known.foreign.toc_digest if known.foreign is not None else known.toc_digest
+        its_format = known.foreign.format if known.foreign is not None else ""
+        wanted_format = descriptor.format if isinstance(descriptor, ForeignLayer) else ""
+        if (its_format, its_toc, known.size) != (wanted_format, descriptor.toc_digest, descriptor.size):
+            # A digest of the whole blob is not checked while it is read piecemeal: whoever came first with this
+            # digest has fixed what its tail is, and somebody else's manifest cannot change it.
+            raise VerificationError(
+                f"layer {descriptor.digest} is known with another tail",
+                hint="one of two images that name this layer is forged or was converted wrongly",
+            )
+        dirs.add_origins(descriptor.digest, origins)
         begin = time.perf_counter()
         facts = await self.layers.plane.prepare(descriptor.digest, Variant())
         self._metrics.resolve_seconds.labels(stage="build").observe(time.perf_counter() - begin)
         return facts
 
-    async def _fetch_tail(
-        self, descriptor: LayerDescriptor | ForeignLayer, origins: list[Origin]
-    ) -> tuple[LayerSource, bytes]:
-        """The checked tail, from the first origin that has it. Raises SourceError or FormatError of the last."""
+    async def _store(self, descriptor: LayerDescriptor | ForeignLayer, origins: list[Origin]) -> None:
+        """Make the layer's directory with the checked tail, from the first origin that has it.
+
+        Raises SourceError or FormatError of the last; OSError.
+        """
         failure: WeenvError = _NoOrigin(
             f"no registry is known for layer {descriptor.digest}",
             hint="let the client send cri labels, or convert with a source annotation",
@@ -346,45 +352,48 @@ class Resolver:
                 source = open_source(self.client, origin, descriptor.digest, descriptor.size)
                 try:
                     if isinstance(descriptor, ForeignLayer):
-                        return await self._foreign_tail(source, descriptor, origins)
-                    tail = await self._own_tail(source, descriptor)
+                        await self._store_foreign(source, descriptor, origins)
+                    else:
+                        await self._store_own(source, descriptor, origins)
                 finally:
                     await source.close()
-                return LayerSource(
-                    descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest,
-                    origins,
-                ), tail  # fmt: skip
+                return
             except (SourceError, FormatError) as error:
                 failure = error
                 log.warning("origin does not give the tail: %s", error, extra={"layer": descriptor.digest})
         raise failure
 
-    async def _own_tail(self, source: BlobSource, descriptor: LayerDescriptor) -> bytes:
+    async def _store_own(self, source: BlobSource, descriptor: LayerDescriptor, origins: list[Origin]) -> None:
         tail = await read_checked(
             source, descriptor.toc_offset, descriptor.toc_length, lambda tail: verify_tail_bytes(tail, descriptor),
             deadline=self._config.resolve_timeout, inline=_HASH_INLINE,
         )  # fmt: skip
         self._metrics.tail_bytes.inc(len(tail))
-        return tail
+        made = LayerSource(
+            descriptor.digest, descriptor.size, descriptor.toc_offset, descriptor.toc_length, descriptor.toc_digest, origins
+        )
+        await asyncio.to_thread(self.layers.dirs.create, made, tail)
 
-    async def _foreign_tail(
-        self, source: BlobSource, layer: ForeignLayer, origins: list[Origin]
-    ) -> tuple[LayerSource, bytes]:
+    async def _store_foreign(self, source: BlobSource, layer: ForeignLayer, origins: list[Origin]) -> None:
         assert self._translate is not None
-        while True:
-            async with contextlib.AsyncExitStack() as held:
+        async with contextlib.AsyncExitStack() as stack:
+            held = False
 
-                async def admit(length: int, held: contextlib.AsyncExitStack = held) -> None:
-                    if length > _LARGE_TAIL:
-                        await held.enter_async_context(self._large)
+            async def admit(length: int) -> None:
+                nonlocal held
+                if length > _LARGE_TAIL and not held:
+                    held = True
+                    await stack.enter_async_context(self._large)
 
-                offset, toc = await fetch_toc(source, layer, deadline=self._config.resolve_timeout, admit=admit)
-                self._metrics.tail_bytes.inc(len(toc))
-                try:
-                    return await make_tail(layer, offset, toc, origins, self.layers.dirs.root, self._translate)
-                except VerificationError:
-                    if not source.suspect(offset, len(toc)):  # it has no other bytes to give
-                        raise
+            made, directory = await stack.enter_async_context(
+                made_tail(
+                    source, layer, origins, self.layers.dirs, self._translate,
+                    deadline=self._config.resolve_timeout, admit=admit,
+                )
+            )  # fmt: skip
+            assert made.foreign is not None
+            self._metrics.tail_bytes.inc(made.foreign.toc_length)
+            await asyncio.to_thread(self.layers.dirs.adopt, made, directory)
 
     async def _origins(self, descriptor: LayerDescriptor | ForeignLayer, image: Reference | None) -> list[Origin]:
         """Where the layer may be had: on the node, where its image is from, what its annotation names."""

@@ -77,6 +77,9 @@ class LazyLayers(Protocol):
     def path(self, layer_id: int) -> str:
         """Where a layer is, or will be, mounted."""
 
+    def begins(self, layer_ids: frozenset[int]) -> None:
+        """A container begins on these; does not block."""
+
     def usage(self, layer_id: int) -> Usage:
         """Bytes and inodes that the layer takes on this node's disk."""
 
@@ -110,6 +113,9 @@ class NoLazyLayers:
     def path(self, layer_id: int) -> str:
         """Never asked for."""
         raise UnavailableError("lazy layers are switched off")
+
+    def begins(self, layer_ids: frozenset[int]) -> None:
+        """Nothing to do."""
 
     def usage(self, layer_id: int) -> Usage:
         """Nothing."""
@@ -313,6 +319,8 @@ class Snapshotter:
         elif not labels and " sha256:" in key:
             async with self.layers.resolve(labels, key, "", lower.paths if lower else ()):
                 pass  # only to be told of: a client that unpacks without saying what
+        elif lower is not None:
+            self.layers.begins(lower.layers)
         return await self._make(Kind.ACTIVE, key, parent, labels)
 
     def prepare_now(self, asked: Sequence[tuple[str, str, Mapping[str, str]]]) -> list[list[Mount] | None]:
@@ -358,6 +366,7 @@ class Snapshotter:
                 return None
         except (InvalidRequest, SnapshotNotFound, UnavailableError):
             return None
+        self.layers.begins(lower.layers)
         return self._describe(Kind.ACTIVE, number, lower)
 
     def _commit_lazy(self, target: str, parent: str, labels: Mapping[str, str], layer_id: int) -> None:

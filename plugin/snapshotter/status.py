@@ -118,7 +118,7 @@ def _read(root: str, store: Metastore, running: bool, pid: int) -> NodeStatus:
         if mode == "unmounted":
             problems.append(f"layer {layer.digest} is not mounted")
         if is_bad(dirs.path(layer.digest)):
-            problems.append(f"layer {layer.digest} does not have its diffID and is not served: remove the image")
+            problems.append(f"layer {layer.digest} is not what it should be and is not served: remove the image")
         layers.append(_layer(dirs, layer, mode, point, per_layer.get(layer.id, 0), users.get(layer.id, [])))
     kept = _converted(root)
     return NodeStatus(

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from weenv.core.errors import ConfigError
-from weenv.core.regular import read_whole
+from weenv.core.regular import Opener, read_file, regular
 
 PrivateKey = ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey
 ALGORITHMS = ("ecdsa-p256", "ed25519")
@@ -108,11 +108,10 @@ def sign(key: PrivateKey, payload: bytes) -> bytes:
     return key.sign(payload, ec.ECDSA(hashes.SHA256()))
 
 
-def read_key_file(path: str) -> bytes:
+def read_key_file(path: str, opener: Opener = regular) -> bytes:
     """A key file's bytes. Raises ConfigError."""
     try:
-        with open(path, "rb") as file:
-            return read_whole(file, MAX_KEY_FILE)
+        return read_file(path, MAX_KEY_FILE, opener)
     except OSError as error:
         raise ConfigError(f"cannot read the key {path}: {error.strerror}") from error
 

@@ -39,7 +39,7 @@ from typing import Any
 
 from weenv.core import digest as digests
 from weenv.core.errors import BadReference, ConfigError, FormatError, VerificationError
-from weenv.core.regular import read_whole, regular
+from weenv.core.regular import Opener, read_file, regular
 from weenv.registry.groupref.keys import PublicKey, load_public, read_key_file
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.reference import parse_reference
@@ -53,6 +53,8 @@ MAX_SIGNATURE = 512
 STRANGER = "signed by another key, or altered"
 _PREHASHED = "cosign 3.1 signs by Ed25519ph and verifies Ed25519: its Ed25519 signatures count nowhere; use an ECDSA key"
 
+_REASONS = 4
+"""Reasons why nothing counts that are told."""
 ALLOW, DENY, REQUIRE = "allow", "deny", "require"
 ANY_NAME = "**"
 """The pattern of names under which a signature that is for no repository counts, too."""
@@ -142,43 +144,72 @@ class Accepted:
     payload: Payload
 
 
+class Judge:
+    """Looks at signatures, one after the other, for one by one of ``keys``, for one of the digests ``wanted``, under a name of
+    ``names`` (patterns)."""
+
+    def __init__(self, wanted: Sequence[str], names: Sequence[str], keys: Sequence[PublicKey]) -> None:
+        self._wanted, self._names, self._keys = wanted, names, keys
+        self._reasons: dict[str, None] = {}
+        self._hint = "see [policy] in the node's configuration"
+
+    def accepted(self, found: Signature | Rejected) -> Accepted | None:
+        """What it says, where it counts."""
+        judged = self._judged(found)
+        if isinstance(judged, Accepted):
+            return judged
+        if len(self._reasons) < _REASONS:
+            self._reasons[judged] = None
+        return None
+
+    def _judged(self, found: Signature | Rejected) -> Accepted | str:
+        """Or why it does not count. A signature is verified before its payload is read."""
+        if isinstance(found, Rejected):
+            return found.reason
+        signed = found.payload if found.signed is None else found.signed
+        key = next((key for key in self._keys if key.verify(signed, found.signature)), None)
+        if key is None:
+            return _why_not(found, self._keys)
+        try:
+            payload = found.read(found.payload)
+        except FormatError as error:
+            return str(error)
+        if payload.digest not in self._wanted:
+            return f"signed for another digest, {payload.digest}"
+        if not payload.reference and ANY_NAME not in self._names:
+            self._hint = f"sign with: cosign sign -a docker-reference=HOST/NAME, or let any name count: identity '{ANY_NAME}'"
+            return "signed for no repository"
+        if payload.reference and not any(matches(name, payload.reference) for name in self._names):
+            return f"signed for another repository, {payload.reference}"
+        return Accepted(key, payload)
+
+    def refuse(self, what: str, *, looked: int = 0, more: bool = False) -> VerificationError:
+        """Why none counted. ``more``: there are others, and only ``looked`` were looked at."""
+        if more:
+            hint = "sign it under the tag that is looked at first: weenv group sign --storage tag; or delete the others"
+            rest = f": {', '.join(self._reasons)}" if self._reasons else ""
+            return VerificationError(
+                f"none of the first {looked} signatures counts, and more exist, which were not looked at{rest}", member=what,
+                hint=hint,
+            )  # fmt: skip
+        if not self._reasons:
+            return VerificationError(
+                "is not signed", member=what, hint="sign it: weenv group sign, or change the node's policy"
+            )
+        return VerificationError(f"no signature counts: {', '.join(self._reasons)}", member=what, hint=self._hint)
+
+
 def check_signatures(
     signatures: Iterable[Signature | Rejected], wanted: Sequence[str], names: Sequence[str], keys: Sequence[PublicKey],
     what: str,
 ) -> Accepted:  # fmt: skip
-    """The first signature that is by one of ``keys``, for one of the digests ``wanted``, under a name of ``names`` (patterns).
-
-    A signature is verified before its payload is read. Raises VerificationError that says why none counts.
-    """
-    reasons: list[str] = []
-    hint = "see [policy] in the node's configuration"
+    """The first of the signatures that counts (:class:`Judge`). Raises VerificationError that says why none does."""
+    judge = Judge(wanted, names, keys)
     for found in signatures:
-        if isinstance(found, Rejected):
-            reasons.append(found.reason)
-            continue
-        signed = found.payload if found.signed is None else found.signed
-        key = next((key for key in keys if key.verify(signed, found.signature)), None)
-        if key is None:
-            reasons.append(_why_not(found, keys))
-            continue
-        try:
-            payload = found.read(found.payload)
-        except FormatError as error:
-            reasons.append(str(error))
-            continue
-        if payload.digest not in wanted:
-            reasons.append(f"signed for another digest, {payload.digest}")
-        elif not payload.reference and ANY_NAME not in names:
-            reasons.append("signed for no repository")
-            hint = f"sign with: cosign sign -a docker-reference=HOST/NAME, or let any name count: identity '{ANY_NAME}'"
-        elif payload.reference and not any(matches(name, payload.reference) for name in names):
-            reasons.append(f"signed for another repository, {payload.reference}")
-        else:
-            return Accepted(key, payload)
-    if not reasons:
-        raise VerificationError("is not signed", member=what, hint="sign it: weenv group sign, or change the node's policy")
-    counted = ", ".join(list(dict.fromkeys(reasons))[:4])
-    raise VerificationError(f"no signature counts: {counted}", member=what, hint=hint)
+        accepted = judge.accepted(found)
+        if accepted is not None:
+            return accepted
+    raise judge.refuse(what)
 
 
 def _why_not(found: Signature, keys: Sequence[PublicKey]) -> str:
@@ -308,15 +339,14 @@ def files_of(tables: Mapping[str, Any], policy: Policy) -> list[str]:
     return own + sorted({key.name for rule in policy.rules for key in rule.keys})  # a rule's key is named by its path
 
 
-def load_policy(path: str) -> Policy:
+def load_policy(path: str, opener: Opener = regular) -> Policy:
     """A policy from a file of its own: ``.yaml``, ``.yml`` or TOML, with or without a ``policy`` table. Raises ConfigError."""
     import tomllib
 
     import yaml
 
     try:
-        with open(path, "rb", opener=regular) as file:
-            data = read_whole(file, MAX_POLICY)
+        data = read_file(path, MAX_POLICY, opener)
     except OSError as error:
         raise ConfigError(f"cannot read the policy {path}: {error.strerror}") from error
     try:

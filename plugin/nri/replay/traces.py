@@ -19,12 +19,13 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from weenv.core.atomic import write_atomic
 from weenv.core.errors import FormatError, LimitError
+from weenv.core.regular import regular
 from weenv.plugin.nri import journal
 from weenv.plugin.nri.model import Quota, Role
 
@@ -81,7 +82,7 @@ class Trace:
 
 def read(path: str) -> list[Trace]:
     """Traces of a file, of either format. Raises :class:`FormatError` with the line at fault, OSError."""
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         head = file.readline(MAX_LINE + 1)
     if (record := journal.parse(head)) is not None and "env" in record:
         return from_decisions(journal.read(path), path)
@@ -99,7 +100,7 @@ def read(path: str) -> list[Trace]:
 
 def _read_lines(path: str) -> Iterator[Trace]:
     phases = 0
-    with open(path, "rb") as file:
+    with open(path, "rb", opener=regular) as file:
         number = 0
         while line := file.readline(MAX_LINE + 1):
             number += 1
@@ -180,11 +181,9 @@ def to_json(trace: Trace) -> dict[str, Any]:
 
 
 def write(path: str, traces: Iterable[Trace]) -> None:
-    """Write a trace file."""
-    with open(path + ".tmp", "w", encoding="ascii") as file:
-        for trace in traces:
-            file.write(json.dumps(to_json(trace), separators=(",", ":")) + "\n")
-    os.replace(path + ".tmp", path)
+    """Write a trace file. Raises OSError."""
+    lines = (json.dumps(to_json(trace), separators=(",", ":")) + "\n" for trace in traces)
+    write_atomic(path, "".join(lines).encode("ascii"), mode=0o644)
 
 
 # --- decision logs ------------------------------------------------------------------------------------------------------

@@ -5,10 +5,12 @@ a TOC whose frames do not make up the stream that the image's config names, whic
 layer and a lazy layer never would; and a disk that has lost or changed what it was given.
 
 A layer in another format (layer/foreign/) has no tar stream to check: of what is on the disk each chunk is checked once more,
-and that its chunks make up the layer which the image's config names stays unknown. Those are counted apart.
+and all between them, which is zero; that its chunks make up the layer which the image's config names stays unknown. Those are
+counted apart.
 
-A mismatch may be the disk's fault, so the first one voids what is stored and has everything fetched again. The second is
-the publisher's: the layer is served no more.
+A mismatch may be the disk's fault, so the first one voids what is stored and has it fetched again: everything, or the frames
+whose chunks are wrong. The second is the publisher's, or of chunks, which were right when they came, that of a disk which does
+not keep what it is given: the layer is served no more.
 """
 
 from __future__ import annotations
@@ -21,9 +23,9 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from weenv.core.errors import FormatError, StorageError
+from weenv.core.errors import StorageError, VerificationError
 from weenv.layer.pieces import verify_content
-from weenv.plugin.snapshotter.blobfs.layers import Layer
+from weenv.plugin.snapshotter.blobfs.layers import Layer, why_bad
 from weenv.plugin.snapshotter.cache import present
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 
@@ -112,34 +114,41 @@ class Completion:
         await asyncio.to_thread(self._verdict, layer, "sha256:" + digest.hexdigest(), losses)
 
     async def _check_pieces(self, layer: Layer, losses: int) -> None:
-        """Every frame in ``data`` against the digests of its pieces; a frame that fails is fetched again."""
+        """Every frame in ``data`` against the digests of its pieces."""
         frames, pieces, contents = layer.frames, layer.frames.pieces, layer.contents
         assert pieces is not None
+        wrong: list[int] = []
 
-        def look(first: int) -> tuple[int, float, int]:
+        def look(first: int) -> tuple[int, float]:
             began, number = time.thread_time(), first
             while number < len(frames) and contents[number] - contents[first] < _PIECE:
-                content = os.pread(layer.store.fd, contents[number + 1] - contents[number], contents[number])
+                size = contents[number + 1] - contents[number]
+                content = os.pread(layer.store.fd, size, contents[number])
+                if len(content) < size:
+                    raise OSError(f"data ends at {contents[number] + len(content)} of {layer.size} bytes")
                 try:
                     verify_content(frames, pieces, number, content)
-                except FormatError:
-                    return number, time.thread_time() - began, number
+                except VerificationError:
+                    wrong.append(number)
                 number += 1
-            return number, time.thread_time() - began, -1
+            return number, time.thread_time() - began
 
         number = 0
         while number < len(frames):
             await self._yield()
             if not layer.complete or layer.presence.losses != losses:
                 return
-            number, used, wrong = await asyncio.to_thread(look, number)
-            if wrong >= 0:
-                if layer.presence.losses == losses:
-                    layer.take_back([wrong], f"frame {wrong} is not what was stored")
+            try:
+                number, used = await asyncio.to_thread(look, number)
+            except OSError as error:
+                self._lose(layer, contents[number], error)
                 return
             if self._share < 1:
                 await asyncio.sleep(used / self._share - used)
         if layer.presence.losses != losses:
+            return  # what was read may have been a hole
+        if wrong:
+            self._changed(layer, wrong)
             return
         solid = await asyncio.to_thread(present.first_hole, layer.store.fd, 0, layer.size) >= layer.size
         if layer.presence.judge(present.GOOD, solid=solid):
@@ -154,6 +163,21 @@ class Completion:
     def _lose(self, layer: Layer, position: int, error: OSError) -> None:
         frames = layer.frames.covering(position, _PIECE)
         layer.take_back(frames, error)
+
+    def _changed(self, layer: Layer, wrong: list[int]) -> None:
+        """These frames, checked before they were stored, are other ones now."""
+        presence, error = layer.presence, f"{len(wrong)} frames, the first of them {wrong[0]}, are not what was stored"
+        if presence.verdict != present.AGAIN:
+            presence.judge(present.AGAIN)
+            layer.take_back(wrong, error)
+            return
+        layer.went_wrong("damage", error)
+        log.error(
+            "the disk has changed a layer's data twice: it is served no more",
+            extra={"layer": layer.source.digest, "error": error, "hint": "look at the disk; then remove the image"},
+        )
+        presence.judge(present.BAD)
+        self._refuse(layer, why_bad(layer.diff_id, pieces=True))
 
     def _verdict(self, layer: Layer, found: str, losses: int) -> None:
         presence = layer.presence
@@ -177,4 +201,4 @@ class Completion:
             "a layer does not have its diffID though it was fetched twice: it is served no more", extra={**fields, "hint": hint}
         )
         presence.judge(present.BAD)
-        self._refuse(layer, f"its content does not have the diffID {layer.diff_id}")
+        self._refuse(layer, why_bad(layer.diff_id))

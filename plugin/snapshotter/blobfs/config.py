@@ -29,6 +29,29 @@ class FillConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefetchConfig:
+    """``[blobfs.prefetch]``: what profiles of images say is needed. Sizes in bytes."""
+
+    enabled: bool = True
+    """Fetch, when the first container of an image starts, what the image's profile says; False: only what is read."""
+    record: bool = True
+    """Note which parts of layers are read, for ``weenv profile publish``: 8 bytes of disk for each frame that ever is."""
+    image_max: int = 1 << 30
+    """Bytes of compressed data fetched ahead for one start; 0: no bound. A profile is what somebody has published: this is
+    some ten seconds of a fast link, several times what the work it was made for needs."""
+    rate: int = 0
+    """Bytes per second of it at most; 0: no limit. It is what readers would ask for a moment later, so the limit of the
+    background fill does not count."""
+    ranges: int = 3
+    """Ranged reads in flight for it; more leave less of the link to readers who wait for something else."""
+
+    def __post_init__(self) -> None:
+        settings.check_ranges(
+            self, "blobfs.prefetch", image_max=(0, 1 << 50), rate=(0, 1 << 40), ranges=(1, 64)
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
 class CacheConfig:
     """``[blobfs.cache]``: how much of the layers' data is kept on disk. Sizes in bytes, times in seconds."""
 
@@ -96,6 +119,7 @@ class BlobfsConfig:
     sync: float = 30.0
     """Interval between syncs of fetched data, which make it survive a power cut."""
     fill: FillConfig = field(default_factory=FillConfig)
+    prefetch: PrefetchConfig = field(default_factory=PrefetchConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
 
     def __post_init__(self) -> None:

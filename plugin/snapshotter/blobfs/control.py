@@ -6,6 +6,8 @@
     {"op": "cache"}                           {"layers": [...], "cache": {...}} for ``weenv cache ls``
     {"op": "prune", "layers": ["0a1b"], "before": 1.7e9, "to": 1048576, "dry_run": false}
                                               what ``weenv cache prune`` does; all of these are optional
+    {"op": "start", "layers": [digest]}       a container of an image with these layers begins: fetch what their profiles say
+    {"op": "forget", "layers": [digest]}      drop what was recorded of these layers' reads
 
 An answer that has ``error`` (and perhaps ``hint``) says why nothing was done. The socket's mode is 0600.
 """
@@ -20,11 +22,12 @@ from typing import Any, Final
 
 from weenv.core.errors import InvalidRequest, WeenvError
 from weenv.plugin.snapshotter.blobfs.evictor import Evictor
+from weenv.plugin.snapshotter.blobfs.profiles import Profiles
 from weenv.plugin.snapshotter.cache.keeper import Which, matches
 
 _PATIENCE: Final = 0.3
 """Seconds that a client has to say what it wants; one that says nothing gets the status."""
-LINE_MAX: Final = 1 << 16
+LINE_MAX: Final = 1 << 17
 """Bytes of a request at most."""
 _PREFIXES: Final = 1000
 
@@ -52,8 +55,9 @@ def prune_request(raw: dict[str, Any]) -> tuple[Which, int | None, bool]:
 class Control:
     """Answers requests. ``status`` gives the report of the whole server."""
 
-    def __init__(self, evictor: Evictor, status: Callable[[], dict[str, Any]]) -> None:
+    def __init__(self, evictor: Evictor, status: Callable[[], dict[str, Any]], profiles: Profiles) -> None:
         self._evictor = evictor
+        self._profiles = profiles
         self._status = status
 
     async def answer(self, raw: object) -> dict[str, Any]:
@@ -73,6 +77,10 @@ class Control:
                 if unknown := matches(which.prefixes, entries):
                     raise InvalidRequest(f"no layer here begins with {unknown[0]}", hint="see weenv cache ls")
                 return await self._evictor.prune(which, to, dry=dry)
+            if op == "start":
+                return await self._profiles.begin(raw.get("layers"))
+            if op == "forget":
+                return await self._profiles.forget(raw.get("layers"))
             raise InvalidRequest(f"unknown request {str(op)[:80]!r}")
         except (WeenvError, OSError) as error:
             return {"error": str(error), "hint": error.hint if isinstance(error, WeenvError) else ""}

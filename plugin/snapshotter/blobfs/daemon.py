@@ -7,7 +7,6 @@ import contextlib
 import errno
 import logging
 import os
-import resource
 import select
 import signal
 import socket
@@ -16,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 
-from weenv.core.aio import KEEP_NAME, Background
+from weenv.core.aio import KEEP_NAME, Background, expect_many
 from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import ConfigError, MountError, StorageError, WeenvError
 from weenv.core.rights import AS_ROOT, remedy
@@ -33,6 +32,7 @@ from weenv.plugin.snapshotter.blobfs.layers import DamagedTail, Layer, LayerTabl
 from weenv.plugin.snapshotter.blobfs.metrics import Report
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 from weenv.plugin.snapshotter.blobfs.peers import open_peers
+from weenv.plugin.snapshotter.blobfs.profiles import Profiles
 from weenv.plugin.snapshotter.blobfs.repair import TailRepair
 from weenv.plugin.snapshotter.blobfs.resend import readers_wait, resend
 from weenv.plugin.snapshotter.blobfs.server import Server
@@ -41,6 +41,7 @@ from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
 from weenv.plugin.snapshotter.fetch.flight import FetchLayer, FetchSettings
 from weenv.plugin.snapshotter.fetch.planner import Budget, Extents, ReadAhead
+from weenv.plugin.snapshotter.fetch.prefetch import Prefetcher
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.plugin.snapshotter.mounts import MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_RDONLY, detach, mount, mounts_below
 from weenv.registry.client import RegistryClient
@@ -188,8 +189,9 @@ class Daemon:
         self._loop = asyncio.get_running_loop()
         self._background = Background()
         settings = FetchSettings(
-            parallelism=config.parallelism, range_max=config.range_max, deadline=config.deadline, decoders=config.decoders
-        )
+            parallelism=config.parallelism, range_max=config.range_max, deadline=config.deadline, decoders=config.decoders,
+            prefetches=config.prefetch.ranges,
+        )  # fmt: skip
         self._budget = Budget(config.neighbours)
         self.fetcher = Fetcher(verify_frame, settings, self._refresh)
         self.table = LayerTable(
@@ -201,6 +203,7 @@ class Daemon:
             close_sources=self._close_sources,
             memory_max=config.layers_memory,
             over=self._over,
+            record=config.prefetch.record,
         )
         self.holder, self.fuse, self.state = connection.holder, connection.fuse, connection.state
         self._listener = listener
@@ -216,15 +219,20 @@ class Daemon:
             on_init=self._on_init, on_miss=self._on_miss, on_end=self._on_end, on_damage=self._on_damage,
         )  # fmt: skip
         self.peers = open_peers(self.server, config.mountpoint)
-        self.repair = TailRepair(self._open_sources, self._resume, config.deadline)
+        self.repair = TailRepair(self.table.dirs, self._open_sources, self._resume, config.deadline)
         self.completion = Completion(self.fetcher, self.table.open_layers, self.table.refuse, config.fill.cpu_share)
         self._crowded = asyncio.Event()
         self._extents = asyncio.Semaphore(1)  # a hostile TOC takes gigabytes while it is looked at
         self.evictor = Evictor(config.cache, config.root, self.table, self.server, self.fetcher)
         filler = Filler(config.fill, self.fetcher, self.table.open_layers, self.evictor.room)
         self.filler = filler if config.fill.enabled else None
-        self.report = Report(self.server, self.fetcher, self.table, self.filler, self.repair, self.completion, self.evictor)
-        self.control = Control(self.evictor, self.report.status)
+        self.prefetcher = Prefetcher(config.prefetch, self.fetcher, self.evictor.room, self.table.holds)
+        self.report = Report(
+            self.server, self.fetcher, self.table, self.filler, self.repair, self.completion, self.evictor, self.prefetcher
+        )
+        self.control = Control(
+            self.evictor, self.report.status, Profiles(self.table.dirs, self.table, self.prefetcher)
+        )  # fmt: skip
         known = {"resumed": connection.old, "layers": len(self.table.nodes)}
         log.info("serving layers", extra={"mountpoint": config.mountpoint, **known})
 
@@ -362,6 +370,7 @@ class Daemon:
         """
         if self.peers is not None:
             self.peers.close()
+        await self.prefetcher.close()
         await self.fetcher.close()
         for layer in self.table.open_layers():
             await asyncio.to_thread(self._sync, layer)
@@ -468,8 +477,7 @@ async def serve(
     loop = asyncio.get_running_loop()
     passed = notify.inherited()
     listener = notify.listening_socket(passed.pop("blobfs", ()))
-    _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two or three descriptors a layer
+    expect_many()  # two or three descriptors a layer
     with detached_log():
         async with RegistryClient(registry or RegistryConfig()) as client:
             daemon = Daemon(config, client, connect(config, passed, patience=notify.patience()), listener)

@@ -31,6 +31,7 @@ import sys
 import time
 from typing import Any
 
+from weenv.core.accepting import Entrance
 from weenv.core.errors import ConfigError, MountError
 from weenv.core.process import outlive
 from weenv.core.unixsocket import NOBODY, bind_private, connected, is_trusted
@@ -81,14 +82,16 @@ class Holder:
         with contextlib.suppress(OSError):  # the server is dead already: all the more is there something to hold
             if self.attached is not None:
                 self.attached.send(_pack({"op": "ready"}))
-        self.poll.register(listener, select.POLLIN)
+        entrance = Entrance(listener)
+        entrance.open(self.poll)
         self.poll.register(self.fuse, 0)  # POLLERR alone: the connection has ended
         for fd in self.clients:
             self.poll.register(fd, select.POLLIN)
         while self.running:
-            for fd, event in self.poll.poll():
+            entrance.tend()
+            for fd, event in self.poll.poll(entrance.timeout()):
                 if fd == listener.fileno():
-                    self._accept(listener)
+                    self._accept(entrance)
                 elif fd == self.fuse:
                     self.running = not event & (select.POLLERR | select.POLLNVAL)
                 elif fd in self.clients:
@@ -96,11 +99,10 @@ class Holder:
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            client, _ = listener.accept()
-        except OSError:
-            return  # it is gone, or there are too many
+    def _accept(self, entrance: Entrance) -> None:
+        client = entrance.accept()
+        if client is None:
+            return
         if not is_trusted(client):
             client.close()
             return

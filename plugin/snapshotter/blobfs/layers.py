@@ -20,6 +20,7 @@ from weenv.core.errors import FormatError, StorageError, VerificationError, Ween
 from weenv.layer.tail import FrameIndex
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.cache.present import BAD, Presence, lost_frames
+from weenv.plugin.snapshotter.cache.reads import Reads
 from weenv.plugin.snapshotter.cache.store import DataStore, hold
 from weenv.plugin.snapshotter.cache.tables import IN_MEMORY, ON_DISK, MappedFrames, give_back, spool
 from weenv.plugin.snapshotter.cache.tally import Tallies, Tally
@@ -57,7 +58,14 @@ class DamagedTail(StorageError):
 
 
 class BadLayer(FormatError):
-    """The whole stream of a layer does not have the diffID that its TOC promises."""
+    """The whole stream of a layer does not have the diffID that its TOC promises, or the disk does not keep it."""
+
+
+def why_bad(diff_id: str, *, pieces: bool = False) -> str:
+    """What a BAD ``present`` file says of a layer; ``pieces``: it is in another format, whose diffID nobody knows."""
+    if pieces:
+        return "the disk has changed its data twice"
+    return f"its content does not have the diffID {diff_id}"
 
 
 class Layer(FetchLayer):
@@ -66,7 +74,7 @@ class Layer(FetchLayer):
     def __init__(
         self, source: LayerSource, path: str, index: FrameIndex, presence: Presence, store: DataStore,
         sources: list[BlobSource], identity: tuple[int, int], close_sources: CloseSources = lambda _: None,
-        tally: Tally | None = None,
+        tally: Tally | None = None, reads: Reads | None = None,
     ) -> None:  # fmt: skip
         super().__init__(digests.hex_of(source.digest)[:12], index.frames, presence, store, sources)
         if tally is not None:
@@ -82,6 +90,10 @@ class Layer(FetchLayer):
         """A byte for each frame: 1 where it was read since the last period of the cache's clock ended (cache/evict.py)."""
         self.ages = bytearray(len(presence))
         """... and how many periods ago it was read, as of then. Belongs to whoever evicts."""
+        self.reads = reads if reads is not None else Reads(None, len(presence))
+        """Which frames have ever been read, for who makes a profile."""
+        self.profiled = False
+        """A profile says what is needed of it, and is followed."""
         self._close_sources = close_sources
         self.last_used = 0.0
         self.first_used = 0.0
@@ -93,9 +105,15 @@ class Layer(FetchLayer):
         """The blob's digest."""
         return self.source.digest
 
+    def foresees(self, frame: int, *, absent: bool) -> bool:
+        """Whether the layer's profile has brought ``frame``, or is bringing it: then it says what comes next as well, and
+        nothing is to be guessed."""
+        return self.profiled and (not absent or frame in self.flights)
+
     def evicted(self, frames: Sequence[int]) -> None:
         """These are missing again: read-ahead takes whoever asks for them for a new reader."""
         self.read_ahead.evicted(frames)
+        self.prefetched.difference_update(frames)
 
     @property
     def memory(self) -> int:
@@ -146,6 +164,8 @@ class Layer(FetchLayer):
     def __del__(self) -> None:
         if (ahead := getattr(self, "read_ahead", None)) is not None:  # None: it could not be made
             ahead.forget()
+        if (reads := getattr(self, "reads", None)) is not None:
+            reads.close()
         self.presence.close()
         self.store.close()
         self._close_sources(self.sources)
@@ -176,16 +196,18 @@ class LayerTable:
 
     ``remember`` is called with a new node's id and name before anybody learns of it. While open layers take more than
     ``memory_max`` bytes of memory, those that were not read for longest and are not busy are closed; ``over`` is called
-    where that does not help, so that somebody syncs them. At twice that no further one is opened.
+    where that does not help, so that somebody syncs them. At twice that no further one is opened. ``record``: note in the
+    layers' directories what is read of them (cache/reads.py).
     """
 
     def __init__(
         self, dirs: LayerDirs, read_tail: ReadTail, open_sources: OpenSources,
         remember: Callable[[int, str], None] = lambda _id, _name: None,
         *, make_read_ahead: Callable[[Layer], ReadAhead] | None = None, close_sources: CloseSources = lambda _: None,
-        memory_max: int = 256 << 20, over: Callable[[], None] = lambda: None,
+        memory_max: int = 256 << 20, over: Callable[[], None] = lambda: None, record: bool = True,
     ) -> None:  # fmt: skip
         self.memory_max = memory_max
+        self.record = record
         self.over = over
         self.bad: dict[str, str] = {}
         """Layers that are not served because of what is in them, and why; by digest."""
@@ -246,6 +268,11 @@ class LayerTable:
                 node.opened(found)
                 self.trim(keep=found)
             return found
+
+    def holds(self, layer: Layer) -> bool:
+        """Whether ``layer`` is what its digest's readers are served from, and its directory is in its place."""
+        node = self._names.get(digests.hex_of(layer.digest))
+        return node is not None and node.layer is layer and self._current(layer)
 
     def open_layers(self) -> list[Layer]:
         """The layers that are open now."""
@@ -381,7 +408,8 @@ class LayerTable:
         sources = self._open_sources(source, source.origins)
         identity = (found.st_dev, found.st_ino)
         tally = self.tallies.of(source.digest)
-        layer = Layer(source, path, index, presence, store, sources, identity, self._close_sources, tally)
+        reads = Reads(path if self.record else None, len(presence))
+        layer = Layer(source, path, index, presence, store, sources, identity, self._close_sources, tally, reads)
         if presence.damage:
             log.error("cached data is damaged and is fetched again", extra={"layer": layer.name, "error": presence.damage})
             layer.went_wrong("damage", presence.damage)
@@ -395,9 +423,9 @@ class LayerTable:
     def _open_data(self, path: str, index: FrameIndex, presence: Presence, source: LayerSource) -> DataStore:
         if presence.verdict == BAD:
             presence.close()
-            reason = f"its content does not have the diffID {index.diff_id}"
-            self.bad[source.digest] = reason
-            raise BadLayer(reason, member=source.digest, hint="remove the image; whoever published it must mend it")
+            reason = self.bad[source.digest] = why_bad(index.diff_id, pieces=source.foreign is not None)
+            hint = "whoever published it must mend it" if source.foreign is None else "look at the disk, too"
+            raise BadLayer(reason, member=source.digest, hint=f"remove the image; {hint}")
         self.bad.pop(source.digest, None)
         return DataStore.open(os.path.join(path, "data"), index.stream_size)
 

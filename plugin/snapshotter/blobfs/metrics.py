@@ -23,8 +23,9 @@ from weenv.plugin.snapshotter.blobfs.server import LATENCY_BOUNDS, Server, Serve
 from weenv.plugin.snapshotter.cache.present import MISSING
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
+from weenv.plugin.snapshotter.fetch.flight import PRIORITIES
+from weenv.plugin.snapshotter.fetch.prefetch import Prefetcher
 
-_PRIORITIES = ("demand", "ahead", "fill")
 _PREFIX: Final = "weenv_blobfs_"
 
 
@@ -59,7 +60,10 @@ FAMILIES: Final = {
         Family("diffid_mismatches", "counter", "Complete layers found not to have it"),
         Family("tails_replaced", "counter", "Stored tails found damaged and fetched again"),
         Family("tails_lost", "counter", "Attempts at that which failed"),
-        Family("frames", "counter", "Frames fetched, by what for: demand (a reader waits), ahead, fill", ("priority",)),
+        Family("frames", "counter", "Frames fetched, by what for: demand (a reader waits), ahead, prefetch (a profile), fill",
+               ("priority",)),
+        Family("prefetch_used", "counter", "Frames that profiles brought which have been read since"),
+        Family("prefetches", "counter", "Starts of images with a profile"),
         Family("errors", "counter", "Errors, by kind (see below)", ("kind",)),
         Family("evicted_frames", "counter", "Frames punched out: size, disk (the bounds), unused, prune", ("reason",)),
         Family("evicted_bytes", "counter", "Their content bytes", ("reason",)),
@@ -96,6 +100,7 @@ class Report(Collector):
         repair: TailRepair,
         completion: Completion,
         evictor: Evictor,
+        prefetcher: Prefetcher,
     ) -> None:
         self._server = server
         self._fetcher = fetcher
@@ -104,6 +109,7 @@ class Report(Collector):
         self._repair = repair
         self._completion = completion
         self._evictor = evictor
+        self._prefetcher = prefetcher
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -133,6 +139,8 @@ class Report(Collector):
             "stored_bytes": fetch.stored_bytes,
             "filled_bytes": self._filler.filled_bytes if self._filler is not None else 0,
             "ranges": fetch.ranges,
+            "prefetch_used": fetch.prefetch_used,
+            "prefetches": self._prefetcher.begun,
             "layers_checked": self._completion.checked,
             "layers_unproven": self._completion.unproven,
             "diffid_mismatches": self._completion.mismatches,
@@ -157,7 +165,7 @@ class Report(Collector):
             kinds["frame_lost" if kind == "eio" else kind] = count
         layers = self._table.tallies.rows()
         rows: dict[str, Iterable[tuple[tuple[str, ...], float]]] = {
-            "frames": (((label,), count) for label, count in zip(_PRIORITIES, fetch.frames, strict=True)),
+            "frames": (((label,), count) for label, count in zip(PRIORITIES, fetch.frames, strict=True)),
             "errors": (((kind,), kinds[kind]) for kind in sorted(kinds)),
             "evicted_frames": (((reason,), count) for reason, count in cache["evicted_frames"].items()),
             "evicted_bytes": (((reason,), count) for reason, count in cache["evicted_bytes"].items()),
@@ -197,11 +205,13 @@ class Report(Collector):
             "hits": total.hits,
             "served_bytes": total.served_bytes,
             "fetched_bytes": fetch.fetched_bytes,
-            "frames": dict(zip(_PRIORITIES, fetch.frames, strict=True)),
+            "frames": dict(zip(PRIORITIES, fetch.frames, strict=True)),
             "ranges": fetch.ranges,
             "errors": {**fetch.errors, **total.errors},
             "waiting": len(self._server.waiting) + len(self._server.parked),
             "wait_seconds": round(total.wait_seconds, 3),
+            "prefetching": self._prefetcher.running,
+            "prefetch_used": fetch.prefetch_used,
             "fill": self._filler.state if self._filler is not None else "off",
             "filled_bytes": self._filler.filled_bytes if self._filler is not None else 0,
             "checking": self._completion.checking,

@@ -17,8 +17,10 @@ import os
 import select
 import socket
 import struct
+import threading
 from typing import Final
 
+from weenv.core.accepting import Entrance
 from weenv.core.unixsocket import bind_private, is_trusted
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.blobfs.server import Server, ServeStats
@@ -77,21 +79,26 @@ class PeerServer(Server):
         with contextlib.suppress(FileNotFoundError):
             os.unlink(path)
         self._listener = bind_private(path, socket.SOCK_SEQPACKET)
-        self._listener.setblocking(False)
         self._listener.listen(64)
-        self._poll.register(self._listener.fileno(), select.EPOLLIN)
+        self._entrance = Entrance(self._listener)
+        self._entrance.open(self._poll)
+        self._accepting = threading.Lock()
 
     def close(self) -> None:
         """Take no more peers; the threads end with the process, as those that read from ``/dev/fuse``."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
-        self._poll.unregister(self._listener.fileno())
+        with self._accepting:
+            self._entrance.shut()
 
     def run(self, stats: ServeStats) -> None:
         """Take and carry out requests, for ever."""
         buffer = bytearray(_REQUEST_MAX)
         while True:
-            for fd, _ in self._poll.poll():
+            with self._accepting:
+                self._entrance.tend()
+                milliseconds = self._entrance.timeout()
+            for fd, _ in self._poll.poll(None if milliseconds is None else milliseconds / 1000):
                 if fd == self._listener.fileno():
                     self._accept()
                 elif number := self._by_fd.get(fd):
@@ -102,9 +109,9 @@ class PeerServer(Server):
                         self._drop(number)
 
     def _accept(self) -> None:
-        try:
-            peer, _ = self._listener.accept()
-        except OSError:  # another thread had it, or it is gone again
+        with self._accepting:
+            peer = self._entrance.accept()
+        if peer is None:  # another thread had it
             return
         if not is_trusted(peer):
             peer.close()

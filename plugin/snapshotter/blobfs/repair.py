@@ -3,6 +3,9 @@
 The tail (``toc``) is the only file of a layer directory that blobfs cannot do without and cannot begin anew: it holds the
 digests of everything else. It is checked against its own digest whenever a layer is opened. One that fails is kept as
 ``toc.damaged`` for whoever wants to look at it.
+
+A tail that was made of another format's TOC is made again, by a process of its own (builder.py): that TOC is a stranger's, and
+nothing of it is looked at here. It has to come out as it was: the mounted metadata points into the stream that it describes.
 """
 
 from __future__ import annotations
@@ -16,19 +19,21 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from weenv.core.atomic import write_atomic
-from weenv.core.errors import UnavailableError, WeenvError
+from weenv.core.errors import UnavailableError, UnsupportedError, WeenvError
 from weenv.layer.foreign.formats import ForeignLayer
-from weenv.layer.foreign.tail import make_tail
-from weenv.layer.verify import LayerDescriptor, verify_tail_bytes
+from weenv.layer.verify import verify_tail_bytes
 from weenv.plugin.snapshotter.blobfs.layers import DamagedTail
-from weenv.plugin.snapshotter.foreign import fetch_toc
-from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
+from weenv.plugin.snapshotter.builder import translate_alone
+from weenv.plugin.snapshotter.foreign import made_tail
+from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource, Origin
 from weenv.registry.source import BlobSource, read_checked
 
 log = logging.getLogger(__name__)
 
 _PAUSE: Final = 5.0
 """Seconds after a failure during which nothing is tried again for the same layer."""
+_HOPELESS: Final = 300.0
+"""... where it takes another version of this program."""
 
 
 class TailRepair:
@@ -40,12 +45,14 @@ class TailRepair:
 
     def __init__(
         self,
+        dirs: LayerDirs,
         open_sources: Callable[[LayerSource, Sequence[Origin]], list[BlobSource]],
         resume: Callable[[int], None],
         deadline: float,
     ) -> None:
         self.mended = 0
         self.failed = 0
+        self._dirs = dirs
         self._open_sources = open_sources
         self._resume = resume
         self._deadline = deadline
@@ -76,21 +83,23 @@ class TailRepair:
         log.error("a stored tail is damaged: fetching it again", extra={**fields, "hint": "look at the disk"})
         try:
             async with asyncio.timeout(self._deadline), self._one:
-                tail = await self._fetch(damage.source)
-                await asyncio.to_thread(_replace, damage.path, tail)
+                await self._fetch(damage.source, damage.path)
         except (WeenvError, OSError, TimeoutError) as error:
             self.failed += 1
             if len(self._failed_until) > 1000:
                 self._failed_until.clear()
-            self._failed_until[damage.path] = time.monotonic() + _PAUSE
+            hopeless = isinstance(error, UnsupportedError)
+            self._failed_until[damage.path] = time.monotonic() + (_HOPELESS if hopeless else _PAUSE)
             hint = "readers get EIO until a source in source.json has it; or remove the image and pull it again"
+            if hopeless and isinstance(error, WeenvError):
+                hint = error.hint or hint
             reason = str(error) or f"no answer in {self._deadline:g} s"
             log.error("a damaged tail cannot be replaced", extra={**fields, "error": reason, "hint": hint})
             return
         self.mended += 1
         log.warning("a damaged tail has been replaced", extra={"layer": damage.source.digest})
 
-    async def _fetch(self, source: LayerSource) -> bytes:
+    async def _fetch(self, source: LayerSource, path: str) -> None:
         descriptor = source.descriptor()
         failure: WeenvError = UnavailableError("source.json names no place that can be read")
         sources = self._open_sources(source, source.origins)
@@ -98,11 +107,16 @@ class TailRepair:
             for one in sources:
                 try:
                     if source.foreign is not None:
-                        return await self._make(one, source.foreign, descriptor)
-                    return await read_checked(
+                        await self._make(one, source.foreign, source, path)
+                        return
+                    tail = await read_checked(
                         one, source.toc_offset, source.toc_length, lambda tail: verify_tail_bytes(tail, descriptor),
                         deadline=self._deadline,
                     )  # fmt: skip
+                    await asyncio.to_thread(_replace, path, tail)
+                    return
+                except UnsupportedError:
+                    raise  # whichever source it is from
                 except WeenvError as error:
                     failure = error
         finally:
@@ -110,18 +124,26 @@ class TailRepair:
                 await one.close()
         raise failure
 
-    async def _make(self, one: BlobSource, layer: ForeignLayer, descriptor: LayerDescriptor) -> bytes:
-        """A tail that was made of another format's TOC, made again; it is the same unless another version made it."""
-        offset, toc = await fetch_toc(one, layer, deadline=self._deadline)
-        _, _, tail = await asyncio.to_thread(make_tail, layer, toc, offset)
-        verify_tail_bytes(tail, descriptor)
-        return tail
+    async def _make(self, one: BlobSource, layer: ForeignLayer, known: LayerSource, path: str) -> None:
+        """A tail that was made of another format's TOC, made again."""
+        async with made_tail(one, layer, [], self._dirs, translate_alone, deadline=self._deadline) as (made, directory):
+            if (made.toc_offset, made.toc_digest) != (known.toc_offset, known.toc_digest):
+                raise UnsupportedError(
+                    "the tail was made by another version of weenv or of its compression library, and this one makes another",
+                    hint="remove the image and pull it again",
+                )
+            await asyncio.to_thread(_put_aside, path)
+            await asyncio.to_thread(os.rename, os.path.join(directory, "toc"), os.path.join(path, "toc"))
 
 
 def _replace(path: str, tail: bytes) -> None:
+    _put_aside(path)
+    write_atomic(os.path.join(path, "toc"), tail)
+
+
+def _put_aside(path: str) -> None:
     toc, damaged = os.path.join(path, "toc"), os.path.join(path, "toc.damaged")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(damaged)
     with contextlib.suppress(OSError):
         os.link(toc, damaged)  # no moment without a ``toc``
-    write_atomic(toc, tail)

@@ -239,12 +239,17 @@ class Server:
                 layer.touched[first] = 1
             else:
                 layer.touched[first:end] = b"\1" * (end - first)
+            if layer.reads.seen.find(0, first, end) >= 0:
+                self._first_read(layer, first, end)
             presence = layer.presence
             stats.layer = layer  # from here on nothing is punched out that is marked now
             if presence.missing:
-                with ahead_lock:
-                    ahead = layer.read_ahead.observe(first, end, offset, length)
-                if presence.states.find(0, first, end) >= 0:
+                absent = presence.states.find(0, first, end) >= 0
+                ahead = []
+                if not layer.foresees(first, absent=absent):
+                    with ahead_lock:
+                        ahead = layer.read_ahead.observe(first, end, offset, length)
+                if absent:
                     self._miss(layer, unique, pid, offset, length, first, end, ahead)
                     continue
                 if ahead:
@@ -301,6 +306,12 @@ class Server:
                     return False
                 time.sleep(0.0002)
         return True
+
+    def _first_read(self, layer: Layer, first: int, end: int) -> None:
+        """Some of these frames have not been read before: note it for who makes a profile."""
+        fresh = layer.reads.note(first, end)
+        if layer.prefetched:
+            self.fetcher.used(layer, fresh)
 
     # -- data that is missing -----------------------------------------------------------------------------------------
 
@@ -402,13 +413,16 @@ class Server:
         layer.touched[first:end] = b"\1" * (end - first)
         ahead: list[int] = []
         if not again:
+            if layer.reads.seen.find(0, first, end) >= 0:
+                self._first_read(layer, first, end)
             stats.reads += 1
             stats.layer = layer  # from here on nothing is punched out that is marked now
             try:
-                if layer.presence.missing:
+                absent = layer.presence.states.find(0, first, end) >= 0
+                if layer.presence.missing and not layer.foresees(first, absent=absent):
                     with self._ahead_lock:
                         ahead = layer.read_ahead.observe(first, end, offset, length)
-                if layer.presence.states.find(0, first, end) < 0 and self._present(layer, unique, offset, length, stats):
+                if not absent and self._present(layer, unique, offset, length, stats):
                     if ahead:
                         self.fetcher.want(layer, ahead, AHEAD)
                     return

@@ -25,10 +25,10 @@ from weenv.layer.toc import Frames
 
 LARGE: Final = 1 << 16
 """Frames: 32 GiB of tar stream at the default size of a frame, and some 5 MB of memory."""
-IN_MEMORY: Final = 78
-"""Bytes of memory for each frame of a small table: the columns, offsets, states, ages, and what read-ahead knows."""
-ON_DISK: Final = 5
-"""The same for a large one: states, ages, and what read-ahead knows."""
+IN_MEMORY: Final = 79
+"""Bytes of memory for each frame of a small table: the columns, offsets, states, ages, reads, and what read-ahead knows."""
+ON_DISK: Final = 6
+"""The same for a large one: states, ages, reads, and what read-ahead knows."""
 
 
 class MappedFrames(Frames):
@@ -45,13 +45,13 @@ def give_back() -> None:
 
 
 def spool(frames: Frames, directory: str) -> Frames:
-    """``frames``, its columns backed by a nameless file in ``directory`` where there are at least :data:`LARGE`.
+    """``frames``, its columns backed by a nameless file in ``directory`` where it has at least :data:`LARGE` frames or pieces.
 
     Raises :class:`StorageError`: a table of that size is not kept in memory because a disk is full.
     """
-    if len(frames) < LARGE:
-        return frames
     pieces = frames.pieces
+    if max(len(frames), 0 if pieces is None else len(pieces)) < LARGE:
+        return frames
     columns: list[tuple[object, str, str]] = [
         (frames, "compressed_offsets", "u8"), (frames, "content_offsets", "u8"), (frames, "compressed_sizes", "u4"),
         (frames, "content_sizes", "u4"), (frames, "digests", "u1"),

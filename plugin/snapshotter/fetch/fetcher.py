@@ -39,6 +39,8 @@ from weenv.plugin.snapshotter.fetch.flight import (
     DEMAND,
     FILL,
     PAUSED,
+    PREFETCH,
+    PRIORITIES,
     QUEUED,
     FetchLayer,
     FetchSettings,
@@ -86,8 +88,8 @@ class Fetcher:
         self._refresh = refresh
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
-        self._queues: tuple[deque[Flight], ...] = (deque(), deque(), deque())
-        self._running = [0, 0, 0]  # ranged reads, by the priority they were begun for
+        self._queues: tuple[deque[Flight], ...] = tuple(deque() for _ in PRIORITIES)
+        self._running = [0] * len(PRIORITIES)  # ranged reads, by the priority they were begun for
         self._demanded = 0  # flights that a reader waits for
         self._woken = False
         self._closed = False
@@ -215,6 +217,19 @@ class Fetcher:
             waiter.left = -1
             return True
 
+    def used(self, layer: FetchLayer, frames: Iterable[int]) -> None:
+        """These are read for the first time: count those that a profile brought. Any thread."""
+        with self._lock:
+            for frame in frames:
+                if frame in layer.prefetched:
+                    layer.prefetched.discard(frame)
+                    self.stats.prefetch_used += 1
+
+    @property
+    def disk_full(self) -> bool:
+        """True while the disk takes no data."""
+        return self._full_since > 0
+
     def _demand(self, layer: FetchLayer, flights: dict[int, Flight], frame: int) -> Flight:
         flight = flights.get(frame)
         if flight is None:
@@ -262,7 +277,9 @@ class Fetcher:
             if priority == DEMAND:
                 allowed = total < settings.parallelism
             elif priority == AHEAD:
-                allowed = total < max(1, settings.parallelism // 2)
+                allowed = total - running[PREFETCH] < max(1, settings.parallelism // 2) and total < settings.parallelism
+            elif priority == PREFETCH:
+                allowed = running[PREFETCH] < settings.prefetches and total < max(1, settings.parallelism - 2)
             else:
                 allowed = total == 0 and not self._demanded
             if not allowed:
@@ -491,6 +508,8 @@ class Fetcher:
         with self._lock:
             flight.content = content
             self.stats.frames[flight.priority] += 1  # before any reader goes on: what he has read is counted
+            if flight.priority == PREFETCH:
+                layer.prefetched.add(frame)
             self.stats.stored_bytes += len(content)
             layer.tally.stored += len(content)
             for waiter in flight.waiters:

@@ -24,8 +24,12 @@ DEMAND: Final = 0
 """A reader waits for the frame."""
 AHEAD: Final = 1
 """A reader is expected to ask for it soon."""
-FILL: Final = 2
+PREFETCH: Final = 2
+"""The layer's profile says that a container will need it (prefetch.py)."""
+FILL: Final = 3
 """Nobody asked; the rest of a layer."""
+PRIORITIES: Final = ("demand", "ahead", "prefetch", "fill")
+"""Their names, by number."""
 
 QUEUED: Final = 0
 """State of a flight: it waits in a queue."""
@@ -52,7 +56,9 @@ class FetchSettings:
     """Ranged reads in flight, all layers together."""
     range_max: int = 2 << 20
     """Largest ranged read for demand and read-ahead (a single larger frame is still one read)."""
-    range_limits: tuple[int, int, int] = (2 << 20, 1 << 20, 512 << 10)
+    prefetches: int = 3
+    """Ranged reads in flight for profiles, all layers together."""
+    range_limits: tuple[int, int, int, int] = (2 << 20, 1 << 20, 1 << 20, 512 << 10)
     """The same by priority: what a reader waits for shares the line with what is under way, so that is kept short."""
     deadline: float = 90.0
     """How long a reader waits for a source that does not answer before it gets EIO."""
@@ -153,6 +159,8 @@ class FetchLayer:
     contents: Sequence[int] = field(init=False)
     """Content offsets (in the tar stream), n + 1 of them."""
     flights: dict[int, Flight] = field(init=False, default_factory=dict)
+    prefetched: set[int] = field(init=False, default_factory=set)
+    """Frames that a profile brought and that nobody has read yet."""
     refused: dict[int, float] = field(init=False, default_factory=dict)
     preferred: int = field(init=False, default=0)
     complain_after: float = field(init=False, default=0.0)
@@ -191,8 +199,10 @@ class FetchStats:
     """Compressed bytes that arrived, whatever became of them."""
     stored_bytes: int = 0
     """Content bytes of frames that passed the checks."""
-    frames: list[int] = field(default_factory=lambda: [0, 0, 0])
+    frames: list[int] = field(default_factory=lambda: [0] * len(PRIORITIES))
     """Frames that passed the checks, by priority."""
+    prefetch_used: int = 0
+    """Frames of those that profiles brought which have been read since."""
     ranges: int = 0
     """Ranged reads begun."""
     errors: dict[str, int] = field(default_factory=dict)

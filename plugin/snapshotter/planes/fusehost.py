@@ -15,8 +15,8 @@ somebody says                                answer
 ``{"op": "hold"}``                           ``{"held": true}``; the host stays for as long as the connection does
 ``{"op": "who", "pid", "start"}``            ``{"pid": p, "start": s}`` of the process that serves now what the named one
                                              was the first to serve; p is 0 where none does
-``{"op": "keep", "pid", "mount"}`` with a    ``{"kept": h}``, to a server: another is started when it dies. h is the host's
-``/dev/fuse`` descriptor                     process id; when that has ended, the next host is to be told the same
+``{"op": "keep", "pid", "start", "mount"}``  ``{"kept": h}``, to a server: another is started when it dies. h is the host's
+with a ``/dev/fuse`` descriptor              process id; when that has ended, the next host is to be told the same
 ``{"op": "serve"}``                          ``{"pid": p, "start": s}`` from the new server, which the connection then is to;
                                              s is its start time as proc_pid_stat(5) has it (field 22)
 then: ``{"directory", "image", "blobs",      ``{"ready": true}`` when the image was read and checked, or ``{"error": kind,
@@ -44,10 +44,12 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from weenv.core import log as logs
-from weenv.core.process import outlive
+from weenv.core.accepting import Entrance
+from weenv.core.process import fork, outlive
 from weenv.core.unixsocket import bind_private, is_trusted
 from weenv.plugin.snapshotter.planes.fuseserver import GAVE_UP, PACKET, Mounted, go_on, pack, serve_new, start_time
 
@@ -55,6 +57,8 @@ log = logging.getLogger(__name__)
 
 _LINGER: Final = 1.0
 """Seconds for which a host that nobody needs stays."""
+_AGAIN: Final = 200
+"""Milliseconds between attempts to start servers, where the machine has no room for them."""
 _YOUNG: Final = 2.0
 """Seconds."""
 _DEATHS: Final = 5
@@ -63,12 +67,13 @@ _DEATHS: Final = 5
 
 @dataclass(slots=True)
 class Kept:
-    """A mount that is served, and its connection to the kernel; since when (time.monotonic) by process ``pid``, and how many
-    before that died young."""
+    """A mount that is served, and its connection to the kernel; since when (time.monotonic) by process ``pid``, which began
+    at ``start`` (0: not known), and how many before that died young."""
 
     mount: Mounted
     fuse: int
     pid: int
+    start: int
     since: float = field(default_factory=time.monotonic)
     young: int = 0
 
@@ -93,7 +98,10 @@ class Host:
         self.clients: dict[int, socket.socket] = {}
         self.servers: dict[int, int] = {}  # pidfd -> pid
         self.kept: dict[int, Kept] = {}  # by the process that serves it
+        self.orphans: list[Kept] = []
+        """Those for which no process could be started."""
         self._own: list[int] = []
+        self._said = ""
 
     def run(self) -> None:
         """Serve until nobody needs it. Raises OSError, and FileExistsError where another host serves the socket."""
@@ -107,25 +115,28 @@ class Host:
         with bind_private(self.path, socket.SOCK_SEQPACKET) as listener:
             listener.listen(64)
             listener.setblocking(False)
-            self.poll.register(listener, select.POLLIN)
+            entrance = Entrance(listener)
+            entrance.open(self.poll)
             self._own = [lock, listener.fileno()]
             needed = time.monotonic()
-            while self.clients or self.servers or time.monotonic() < needed + _LINGER:
-                if self.clients or self.servers:
+            while (busy := self.clients or self.servers or self.orphans) or time.monotonic() < needed + _LINGER:
+                if busy:
                     needed = time.monotonic()
-                for fd, _ in self.poll.poll(200 if not (self.clients or self.servers) else None):
+                entrance.tend()
+                self._adopt()
+                waits = (entrance.timeout(), _AGAIN if self.orphans or not busy else None)
+                for fd, _ in self.poll.poll(min((wait for wait in waits if wait is not None), default=None)):
                     if fd == listener.fileno():
-                        self._accept(listener)
+                        self._accept(entrance)
                     elif fd in self.servers:
                         self._reap(fd)
                     elif fd in self.clients:
                         self._client(fd)
             os.unlink(self.path)
 
-    def _accept(self, listener: socket.socket) -> None:
-        try:
-            client, _ = listener.accept()
-        except OSError:
+    def _accept(self, entrance: Entrance) -> None:
+        client = entrance.accept()
+        if client is None:
             return
         if not is_trusted(client):
             client.close()
@@ -143,14 +154,14 @@ class Host:
             message: dict[str, Any] = json.loads(packet) if packet else {"op": ""}
             operation = str(message["op"])
             if operation == "keep":
-                self._keep(int(message["pid"]), Mounted.of(message["mount"]), descriptors.pop())
+                process = int(message["pid"]), int(message.get("start", 0))
+                self._keep(*process, Mounted.of(message["mount"]), descriptors.pop())
                 client.send(pack({"kept": os.getpid()}))
             if operation == "hold":
                 client.send(pack({"held": True}))
                 return
             if operation == "who":
-                pid = self._serving(int(message["pid"]), int(message["start"]))
-                client.send(pack({"pid": pid, "start": start_time(pid)}))
+                client.send(pack(self._serving(int(message["pid"]), int(message["start"]))))
         except (OSError, ValueError, LookupError, TypeError, RecursionError, OverflowError):
             operation = ""  # it is gone, or no client of ours
         finally:
@@ -162,29 +173,33 @@ class Host:
             self._start(lambda: serve_new(client, self.path))
         client.close()
 
-    def _keep(self, pid: int, mount: Mounted, fuse: int) -> None:
+    def _keep(self, pid: int, start: int, mount: Mounted, fuse: int) -> None:
         """Keep the connection that process ``pid`` serves. It may be no child of ours, but of the host before."""
         known = self.kept.get(pid)
         if known is not None:
+            known.start = known.start or start
             os.close(fuse)
             return
-        if pid not in self.servers.values():
-            try:
-                self._watch(pid)
-            except BaseException:
-                os.close(fuse)
-                raise
-        self.kept[pid] = Kept(mount, fuse, pid)
+        try:
+            if pid not in self.servers.values():
+                self._watch(pid, os.pidfd_open(pid))  # which may have ended, or there is no descriptor left
+        except BaseException:
+            os.close(fuse)
+            raise
+        self.kept[pid] = Kept(mount, fuse, pid, start)
 
-    def _serving(self, pid: int, start: int) -> int:
+    def _serving(self, pid: int, start: int) -> dict[str, Any]:
         for pidfd in list(self.servers):  # who asks may have seen a death before we did
             self._reap(pidfd)
-        return next((kept.pid for kept in self.kept.values() if (kept.mount.pid, kept.mount.start) == (pid, start)), 0)
+        self._adopt()
+        for kept in self.kept.values():
+            if (kept.mount.pid, kept.mount.start) == (pid, start):
+                return {"pid": kept.pid, "start": kept.start or start_time(kept.pid)}
+        return {"pid": 0, "start": 0}
 
     # servers
 
-    def _watch(self, pid: int) -> None:
-        pidfd = os.pidfd_open(pid)
+    def _watch(self, pid: int, pidfd: int) -> None:
         self.servers[pidfd] = pid
         self.poll.register(pidfd, select.POLLIN)
 
@@ -203,39 +218,47 @@ class Host:
         if kept is None:
             return
         gave_up = status >= 0 and os.WIFEXITED(status) and os.WEXITSTATUS(status) == GAVE_UP
-        if kept.used() and not gave_up:
+        if not gave_up:
             if not kept.hopeless():
-                self._go_on(kept)
+                self.orphans.append(kept)
+                self._adopt()
                 return
             log.error("a layer's servers die one after another; whoever uses its mount has to be started anew")
         os.close(kept.fuse)
 
-    def _go_on(self, kept: Kept) -> None:
-        """Have another process serve what the last one did."""
-        pid = self._start(lambda: go_on(kept.mount, kept.fuse, self.path))
-        if not pid:
-            os.close(kept.fuse)
-            return
-        kept.pid = pid
-        self.kept[pid] = kept
+    def _adopt(self) -> None:
+        """Have other processes serve what the last ones did; where none can be started, later."""
+        while self.orphans:
+            kept = self.orphans.pop(0)
+            if not kept.used():
+                os.close(kept.fuse)
+            elif pid := self._start(partial(go_on, kept.mount, kept.fuse, self.path)):
+                kept.pid, kept.start = pid, start_time(pid)
+                self.kept[pid] = kept
+            else:
+                self.orphans.insert(0, kept)
+                return
 
     def _start(self, work: Callable[[], int]) -> int:
         """Fork a server that does ``work``; its process id, 0 for none."""
         try:
-            pid = os.fork()
+            pid, pidfd = fork()
         except OSError as error:  # the client sees the connection end
-            log.error("a layer's server cannot be started: %s", error)
+            if str(error) != self._said:
+                log.error("a layer's server cannot be started: %s", error)
+            self._said = str(error)
             return 0
         if pid == 0:
             self._become_server(work)
-        self._watch(pid)
+        self._said = ""
+        self._watch(pid, pidfd)
         return pid
 
     def _become_server(self, work: Callable[[], int]) -> None:
         """In the child: serve one layer, and never return. What is another's is closed: a mount ends with the last copy."""
         code = 1
         try:
-            for fd in (*self._own, *self.clients, *self.servers, *(kept.fuse for kept in self.kept.values())):
+            for fd in (*self._own, *self.clients, *self.servers, *(each.fuse for each in (*self.kept.values(), *self.orphans))):
                 os.close(fd)
             code = work()
         except Exception:

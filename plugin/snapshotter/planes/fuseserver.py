@@ -207,7 +207,8 @@ class _Server:
         """Have the host keep the connection; a pidfd of the host, -1 where there is none now."""
         known = OSError, ValueError, LookupError
         with contextlib.suppress(*known), connected(self.host, _PATIENCE, socket.SOCK_SEQPACKET) as host:
-            socket.send_fds(host, [pack({"op": "keep", "pid": os.getpid(), "mount": asdict(self.mount)})], [self.fuse])
+            who = {"op": "keep", "pid": os.getpid(), "start": start_time(os.getpid()), "mount": asdict(self.mount)}
+            socket.send_fds(host, [pack(who)], [self.fuse])
             return os.pidfd_open(int(json.loads(host.recv(PACKET))["kept"]))
         return -1
 

@@ -1,0 +1,97 @@
+"""Read profiles: recorded on one node, published to a real registry, fetched ahead on another that never saw the image."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from weenv_testkit import corpus, images, tools
+from weenv_testkit.images import Layout, Member, write_tar
+from weenv_testkit.node import Node
+from weenv_testkit.procs import run, wait_until
+from weenv_testkit.registry import Registry
+from weenv_testkit.store import Store
+
+ANNOTATION = "containerd.io/snapshot/weenv.prefetch"
+NO_FILL = {"blobfs.fill": "enabled = false"}
+FILES = {f"data/{name}": corpus.noise(3 << 20, 80 + number) for number, name in enumerate("abcdef")}
+SCRIPT = "sha256sum /data/e /data/b | cut -c 1-16"
+EXPECTED = "".join(f"{images.hashlib.sha256(FILES[name]).hexdigest()[:16]}\n" for name in ("data/e", "data/b"))
+
+MakeNode = Callable[..., Node]
+
+
+@pytest.fixture(scope="module")
+def image(workdir: str, registry: Registry) -> str:
+    """Repository of a converted image that no other test has: busybox and six files of noise."""
+    scratch = tempfile.mkdtemp(prefix="pr", dir=workdir)
+    layout = Layout(os.path.join(scratch, "layout"))
+    base = write_tar(os.path.join(scratch, "base.tar"), images.busybox_members())
+    members = [Member.directory("data"), *(Member(name, data) for name, data in FILES.items())]
+    top = write_tar(os.path.join(scratch, "top.tar"), members)
+    layout.image([layout.layer(base), layout.layer(top)], "profiled")
+    run(*tools.weenv(), "convert", f"oci:{layout.directory}:profiled", f"{registry.host}/own/profiled:lazy")
+    shutil.rmtree(scratch)
+    return "own/profiled"
+
+
+@pytest.fixture
+def make_node(home: str, line: str, registry: Registry, store: Store) -> Iterator[MakeNode]:
+    """Start a node; it is gone at the end, and has complained of nothing."""
+    nodes: list[Node] = []
+    store.pause()
+
+    def make() -> Node:
+        node = Node(line, tempfile.mkdtemp(prefix="n", dir=home), registry=registry.host, settings=NO_FILL)
+        nodes.append(node)
+        node.start()
+        return node
+
+    yield make
+    complaints = [one for node in nodes for one in node.complaints()]
+    for node in nodes:
+        node.close()
+    assert not complaints
+
+
+def weenv(node: Node, *arguments: str) -> str:
+    """Output of ``weenv profile`` on a node."""
+    return run(*tools.weenv(), "profile", *arguments, "--config", node.config)
+
+
+def frames(node: Node, priority: str) -> int:
+    """Frames that a node has fetched for a purpose."""
+    return int(node.blobfs.metric("weenv_blobfs_frames_total", priority=priority))
+
+
+def test_what_one_node_reads_another_fetches_before_it_is_read(make_node: MakeNode, image: str, registry: Registry) -> None:
+    lazy, profiled = (f"{registry.host}/{image}:{tag}" for tag in ("lazy", "profiled"))
+    first = make_node()
+    assert first.shell(lazy, SCRIPT, first.pull(lazy)) == EXPECTED
+    rows: list[dict[str, Any]] = json.loads(weenv(first, "show", lazy, "--json"))
+    assert all(row["node"] and not row["manifest"] for row in rows)
+    mark = registry.mark()
+    weenv(first, "publish", lazy, profiled)
+    assert not [one for one in registry.requests(mark) if one.method in ("POST", "PATCH")]
+    before, after = (registry.manifest(image, tag)[0] for tag in ("lazy", "profiled"))
+    for layer in after["layers"]:  # type: ignore[attr-defined]
+        assert len(layer["annotations"].pop(ANNOTATION)) < 200
+    assert before == after, "nothing else of the manifest has changed"
+
+    second = make_node()
+    namespace = second.pull(profiled)
+    assert frames(second, "prefetch") == 0, "a pull stays metadata only"
+    assert second.shell(profiled, "echo started", namespace) == "started\n"
+    needed = sum(row["node"]["frames"] for row in rows)
+    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 30)
+    got = {name: frames(second, name) for name in ("demand", "ahead", "prefetch")}
+    assert sum(got.values()) >= needed and got["prefetch"] > needed / 2, got
+    mark = registry.mark()
+    assert second.shell(profiled, SCRIPT, namespace) == EXPECTED
+    assert not registry.blob_bytes(mark), "all that the commands read was there"

@@ -89,7 +89,7 @@ def test_what_one_node_reads_another_fetches_before_it_is_read(make_node: MakeNo
     assert frames(second, "prefetch") == 0, "a pull stays metadata only"
     assert second.shell(profiled, "echo started", namespace) == "started\n"
     needed = sum(row["node"]["frames"] for row in rows)
-    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 30)
+    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 60)
     got = {name: frames(second, name) for name in ("demand", "ahead", "prefetch")}
     assert sum(got.values()) >= needed and got["prefetch"] > needed / 2, got
     mark = registry.mark()

@@ -47,7 +47,7 @@ class Case:
     async def until(self, verdict: int) -> None:
         """... and, where it is AGAIN, until all frames are missing, which comes after it in another thread."""
         count = len(self.layer.presence)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while self.layer.presence.verdict != verdict or (verdict == AGAIN and self.layer.presence.missing < count):
                 await asyncio.sleep(0.02)
 

@@ -27,7 +27,7 @@ SEARCH_PATHS = frozenset(
 """Variables that list directories with colons between them."""
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""What runtimes give a container whose image sets no PATH."""
+"""What runtimes give a container whose image sets no PATH: so the lowest group has it where it sets none."""
 
 EPOCH = "1970-01-01T00:00:00Z"
 _ROOT_USERS = frozenset({"", "0", "root", "0:0", "root:root", "0:root", "root:0"})
@@ -99,11 +99,13 @@ def merge_configs(plan: Plan, groups: Sequence[ResolvedGroup]) -> dict[str, Any]
     entrypoint: list[str] | None = None
     cmd: list[str] | None = None
     user, said_by = "", ""
-    for group in groups:
+    for number, group in enumerate(groups):
         where = group.reference
         config = _table(group.config, "config", where)
         for name, value in _env(config, where):
             _overlay_env(env, name, value)
+        if not number and "PATH" not in env:  # what it has where it runs alone is what others add to
+            env = {"PATH": DEFAULT_PATH, **env}
         for field, table in tables.items():
             table.update(_table(config, field, where))
         for field in single:
@@ -138,8 +140,6 @@ def merge_configs(plan: Plan, groups: Sequence[ResolvedGroup]) -> dict[str, Any]
             merged[field] = words
     if own.user or user:
         merged["User"] = own.user or user
-    if "PATH" not in env:
-        merged["Env"].insert(0, f"PATH={DEFAULT_PATH}")
     return merged
 
 

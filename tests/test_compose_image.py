@@ -71,6 +71,10 @@ def test_resources_become_labels_that_creation_reads() -> None:
 
 def test_there_is_always_a_path() -> None:
     assert env_of(merged(group("a")))["PATH"].endswith("/bin")
+    default = env_of(merged(group("a")))["PATH"]
+    assert env_of(merged(group("a"), group("b", Env=["PATH=/opt/b/bin"])))["PATH"] == f"/opt/b/bin:{default}"
+    assert env_of(merged(group("a"), env={"PATH": "/mine"}))["PATH"] == f"/mine:{default}"
+    assert env_of(merged(group("a", Env=["PATH=/x"]), group("b", Env=["PATH=/b"])))["PATH"] == "/b:/x", "the base's own"
 
 
 def test_the_topmost_that_says_it_wins_and_an_entrypoint_drops_the_cmd_below() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from weenv.cli import render
-from weenv.core import units
+from weenv.cli.amounts import Size
 from weenv.core.errors import InvalidRequest, WeenvError
 from weenv.core.log import printable
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
@@ -31,14 +31,6 @@ def _age(_ctx: click.Context, _param: click.Parameter, value: str | None) -> flo
         raise click.BadParameter(f"{value!r} is no age: write 90s, 15m, 24h or 7d")
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
     return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
-
-
-def _bytes(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """Bytes from ``500M``, ``20Gi`` or a number."""
-    found = 0 if value == "0" else units.parse_bytes(value) if value is not None else None
-    if value is not None and found is None:
-        raise click.BadParameter(f"{value!r} is no size: write a number of bytes, or 500M, 20Gi")
-    return found
 
 
 def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -132,7 +124,7 @@ def _ago(seconds: float) -> str:
 @click.option("--all", "everything", is_flag=True, help="All that can go.")
 @click.option("--until", "age", callback=_age, metavar="AGE", help="What nobody has read for so long: 90s, 15m, 24h, 7d.")
 @click.option("--layer", "layers", multiple=True, metavar="DIGEST", help="Of this layer only, or its first digits; repeatable.")
-@click.option("--to", "size", callback=_bytes, metavar="SIZE", help="No more than makes the cache that small: 500M, 20Gi.")
+@click.option("--to", "size", type=Size(0, unit=True), metavar="SIZE", help="No more than makes it that small: 500M, 20Gi.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def prune(

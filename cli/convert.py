@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weenv.cli import render
+from weenv.cli.amounts import frames
 from weenv.cli.reach import Reach, reaching
-from weenv.layer.encode import DEFAULT_LEVEL, DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from weenv.converter.options import ConvertResult, Event
@@ -27,9 +27,8 @@ _MARKS = {"converted": "[green]converted[/]", "skipped": "[dim]already lazy[/]",
     "--platform", "platforms", multiple=True, metavar="OS/ARCH", help="Convert only these of an index; copy the rest."
 )
 @reaching
-@click.option("--target", default=DEFAULT_TARGET, show_default=True, help="Bytes of tar in a frame.")
-@click.option("--level", default=DEFAULT_LEVEL, show_default=True, help="zstd level.")
-@click.option("--jobs", default=2, show_default=True, help="Layers converted at once.")
+@frames
+@click.option("--jobs", type=click.IntRange(1, 64), default=2, show_default=True, metavar="N", help="Layers converted at once.")
 @click.option("--source-hint", is_flag=True, help="Note DST in the layers as a place that holds them.")
 @click.option("--force", is_flag=True, help="Convert again what an earlier run has converted.")
 @click.option("--scratch", default="", metavar="DIR", help="Where layers are spooled.  [default: beside DST, or /var/tmp]")

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from weenv.cli import render
+from weenv.cli.amounts import frames
 from weenv.cli.reach import Reach, reaching
 from weenv.core.errors import ConfigError
-from weenv.layer.encode import DEFAULT_LEVEL, DEFAULT_TARGET
 
 if TYPE_CHECKING:
     from weenv.converter.group import BuiltGroup
@@ -72,8 +72,7 @@ def _pairs(values: tuple[str, ...], what: str) -> dict[str, str]:
 @click.option("--label", multiple=True, metavar="NAME=VALUE", help="Label of the config.")
 @click.option("--annotation", multiple=True, metavar="NAME=VALUE", help="Annotation of the manifest.")
 @click.option("--no-config", is_flag=True, help="With --from-image: leave the image's settings behind.")
-@click.option("--target", default=DEFAULT_TARGET, show_default=True, help="Bytes of tar in a frame.")
-@click.option("--level", default=DEFAULT_LEVEL, show_default=True, help="zstd level.")
+@frames
 @click.option("--scratch", default="", metavar="DIR", help="For temporary files.  [default: beside a layout, or /var/tmp]")
 @reaching
 @click.option("--json", "as_json", is_flag=True, help="For machines.")

@@ -202,8 +202,10 @@ class RegistryEnd:
         try:
             self.scratch = tempfile.mkdtemp(prefix="weenv-convert-", dir=self._scratch_root or None)
         except OSError as error:
-            raise StorageError(f"no scratch directory: {error.strerror}", errno=error.errno or 0,
-                               hint="set TMPDIR to a directory with room for the largest layers") from error  # fmt: skip
+            raise StorageError(
+                f"no scratch directory in {self._scratch_root or tempfile.gettempdir()}: {error.strerror}", errno=error.errno or 0,
+                hint="name one with room for the largest layers: --scratch DIR, or TMPDIR",
+            ) from error  # fmt: skip
 
     async def has(self, descriptor: Descriptor, *, mount: bool = True) -> bool:
         """See :class:`Destination`."""

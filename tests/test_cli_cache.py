@@ -81,7 +81,7 @@ def test_what_may_stay_is_a_whole_sentence(config: str, capsys: Captured, monkey
 
 @pytest.mark.parametrize(
     "arguments",
-    [[], ["--until", "soon"], ["--until", ""], ["--to", "much"], ["--to", "-5"], ["--until", "5y"]],
+    [[], ["--until", "soon"], ["--until", ""], ["--to", "much"], ["--to", "-5"], ["--to", "20"], ["--until", "5y"]],
 )
 def test_what_is_not_understood_is_a_fault_of_usage(config: str, arguments: list[str], capsys: Captured) -> None:
     assert run("cache", "prune", "--config", config, *arguments) == 2

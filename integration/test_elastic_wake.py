@@ -40,7 +40,7 @@ class Told:
         self._new = asyncio.Event()
         self.triggers = wake.Triggers(self._told)
         bounds = SimpleNamespace(pids=object() if reader.paths.pids else None)
-        self.env: Any = SimpleNamespace(reader=reader, triggers=[], spent=[], state=SimpleNamespace(bounds=bounds))
+        self.env: Any = SimpleNamespace(reader=reader, triggers=[], spent=[], forks=None, state=SimpleNamespace(bounds=bounds))
 
     def _told(self, _env: object, met: bool) -> None:
         self.met.append(met)
@@ -187,49 +187,40 @@ async def test_what_was_told_is_told_again_only_after_it_was_armed(threads: None
         os.rmdir(path)
 
 
-@pytest.mark.skipif(not V2, reason="not every kernel tells of refused forks on cgroup v1: see test_elastic_guests")
-async def test_a_refused_fork_is_told_at_once(threads: None) -> None:
+async def events_once_told(controller: str, limit: str, value: int, then: str) -> str:
+    """What ``CONTROLLER.events`` of a group says when the kernel has told that somebody met its limit."""
     path = f"{ROOT}/weenv-wake-{os.getpid()}"
     os.mkdir(path)
-    with open(f"{path}/pids.max", "w") as file:
-        file.write("1")
-    told = Told(Group(path, controller="pids"))
-    process = in_group(path, "(:); :")
+    with open(f"{path}/{limit}", "w") as file:
+        file.write(str(value))
+    told = Told(Group(path, controller=controller))
+    process = in_group(path, then)
     try:
         told.triggers.add(told.env)
         assert len(told.env.triggers) == 1
         go(process)
         await told.wait()
         assert told.met == [True]
-        with open(f"{path}/pids.events") as file:
-            assert "max 1\n" in file.read()
-    finally:
-        process.communicate()
-        told.triggers.remove(told.env)
-        told.triggers.close()
-        os.rmdir(path)
-
-
-@pytest.mark.skipif(not V2, reason="memory.events is cgroup v2's: see test_elastic_guests")
-async def test_memory_at_its_brake_is_told_at_once(threads: None) -> None:
-    path = f"{ROOT}/weenv-wake-{os.getpid()}"
-    os.mkdir(path)
-    with open(f"{path}/memory.high", "w") as file:
-        file.write(str(8 << 20))
-    told = Told(Group(path, controller="memory"))
-    process = in_group(path, "exec head -c 40000000 /dev/zero > /dev/shm/weenv-wake")
-    try:
-        told.triggers.add(told.env)
-        assert len(told.env.triggers) == 1
-        go(process)
-        await told.wait()
-        assert told.met == [True]
-        with open(f"{path}/memory.events") as file:
-            assert "high 0\n" not in file.read()
+        with open(f"{path}/{controller}.events") as file:
+            return file.read()
     finally:
         process.kill()
         process.communicate()
         told.triggers.remove(told.env)
         told.triggers.close()
-        os.remove("/dev/shm/weenv-wake")
         os.rmdir(path)
+
+
+@pytest.mark.skipif(not V2, reason="not every kernel tells of refused forks on cgroup v1: see test_elastic_guests")
+async def test_a_refused_fork_is_told_at_once(threads: None) -> None:
+    assert "max 1\n" in await events_once_told("pids", "pids.max", 1, "(:); :")
+
+
+@pytest.mark.skipif(not V2, reason="memory.events is cgroup v2's: see test_elastic_guests")
+async def test_memory_at_its_brake_is_told_at_once(threads: None) -> None:
+    shared = "/dev/shm/weenv-wake"
+    try:
+        events = await events_once_told("memory", "memory.high", 8 << 20, f"exec head -c 40000000 /dev/zero > {shared}")
+    finally:
+        os.remove(shared)
+    assert "high 0\n" not in events

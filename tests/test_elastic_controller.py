@@ -1,106 +1,26 @@
-"""The controller over simulated cgroups and a simulated runtime, in real time; its socket, and who asks there."""
+"""The controller over simulated cgroups and a simulated runtime, in real time."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
-import json
-import os
-import socket
-import stat
-from collections.abc import AsyncIterator, Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from simulator.cgroup import Cgroup, Runtime
+from simulator.elasticnode import BOUNDS, CONFIG, Node, until
 
-from weenv.core.errors import ConfigError
-from weenv.plugin.nri import control as control_module
 from weenv.plugin.nri import controller as controller_module
+from weenv.plugin.nri import door
 from weenv.plugin.nri.actuate import Refused
-from weenv.plugin.nri.admission import Ledger, NotAdmitted, Request
-from weenv.plugin.nri.ask import Asker, Denied, NoDaemon
+from weenv.plugin.nri.admission import NotAdmitted, Request
 from weenv.plugin.nri.cgroups import CgroupGone, Reader
-from weenv.plugin.nri.config import MIB, AdmissionRules, CpuRules, ElasticConfig, MemoryRules
-from weenv.plugin.nri.control import Control
-from weenv.plugin.nri.controller import Controller
-from weenv.plugin.nri.journal import DECISIONS, EVENTS, Journal, read
-from weenv.plugin.nri.metrics import Metrics
-from weenv.plugin.nri.model import Bounds, EnvKey, Quota, Resources, Role
-from weenv.plugin.nri.record import Record
+from weenv.plugin.nri.config import MIB, AdmissionRules, CpuRules, ElasticConfig
+from weenv.plugin.nri.journal import DECISIONS, read
+from weenv.plugin.nri.model import Bounds, EnvKey, Quota, Role
 from weenv.plugin.nri.watch import Found
-
-CONFIG = ElasticConfig(
-    interval=0.04,
-    cpu=CpuRules(calm_after=0.2, hold=0.2, step_every=0.1),
-    memory=MemoryRules(calm_after=0.2, hold=0.2, step_every=0.1, emergency_after=0.1),
-    admission=AdmissionRules(cpu=8, memory=8 << 30, reserve_cpu=0.1, reserve_memory=0.1),
-)
-BOUNDS = Bounds(Quota(0.25, 256 * MIB), Quota(4.0, 2048 * MIB), Quota(0.25, 256 * MIB))
-
-
-@dataclass
-class Node:
-    """A controller with its simulated surroundings."""
-
-    root: Path
-    config: ElasticConfig = CONFIG
-    version: int = 1
-    runtime: Runtime = field(default_factory=Runtime)
-
-    def __post_init__(self) -> None:
-        self.root.mkdir(exist_ok=True)
-        self.metrics = Metrics()
-        self.ledger = Ledger(Resources(8, 8 << 30), self.config.admission)
-        journals = [Journal(str(self.root / name), 1 << 20) for name in (EVENTS, DECISIONS)]
-        self.record = Record(journals[0], journals[1], self.metrics, None)
-        self.controller = Controller(
-            self.config, self.ledger, self.runtime, self.record, self.metrics, end=self.runtime.end, opened=self._open
-        )
-        self.pids = 1000
-
-    def _open(self, found: Found) -> Reader:
-        return Reader(self.runtime.groups[found.key].paths)
-
-    def add(self, name: str, *, bounds: Bounds = BOUNDS, role: Role = Role.TASK, **limits: Any) -> Cgroup:
-        key = EnvKey("default", name)
-        self.pids += 1
-        where = str(self.root / f"{name}-{self.pids}")
-        self.runtime.groups[key] = Cgroup(
-            where, self.version, **{"cpu": bounds.start.cpu, "memory": bounds.start.memory} | limits
-        )
-        self.controller.started(Found(key, self.pids, bounds, role, name=name))
-        return self.runtime.groups[key]
-
-    def end(self, name: str, status: int | None = 0) -> None:
-        key = EnvKey("default", name)
-        self.runtime.groups.pop(key)
-        self.controller.ended(key, status)
-
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        return [record for record in read(str(self.root / EVENTS)) if record["kind"] == kind]
-
-    def row(self, name: str) -> dict[str, Any]:
-        (row,) = [row for row in self.controller.rows() if row["id"] == name]
-        return row
-
-    def metric(self, name: str, **labels: str) -> float:
-        return self.metrics.registry.get_sample_value(name, labels) or 0.0
-
-    @contextlib.asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
-        task = asyncio.ensure_future(self.controller.run())
-        try:
-            yield
-            assert not task.done(), task
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-            await self.controller.close()
-            await self.record.close()
 
 
 @pytest.fixture(params=[1, 2])
@@ -108,14 +28,6 @@ async def node(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     made = Node(tmp_path / "root", version=request.param)
     async with made.running():
         yield made
-
-
-async def until(check: Callable[[], Any], *, meanwhile: Callable[[], object] = lambda: None, timeout: float = 10) -> None:
-    """Wait for ``check``, doing ``meanwhile`` every 20 ms."""
-    async with asyncio.timeout(timeout):
-        while not check():
-            meanwhile()
-            await asyncio.sleep(0.02)
 
 
 async def test_a_burst_raises_the_quota_step_by_step_and_calm_brings_it_back(node: Node) -> None:
@@ -431,13 +343,13 @@ async def test_the_decision_log_has_bounds_first_and_every_change(node: Node) ->
 async def test_room_is_kept_for_who_was_admitted_until_he_starts_or_does_not(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(controller_module, "CLAIM", 0.3)
+    monkeypatch.setattr(door, "CLAIM", 0.3)
     big = Bounds(Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB))
     first, second = EnvKey("default", "a"), EnvKey("default", "b")
-    assert await node.controller.admit(Request(first, big), 5) == pytest.approx(0, abs=0.05)
+    assert await node.controller.door.admit(Request(first, big), 5) == pytest.approx(0, abs=0.05)
     with pytest.raises(NotAdmitted):
-        await node.controller.admit(Request(second, big), 0)
-    waited = await node.controller.admit(Request(second, big), 5)  # the first never starts
+        await node.controller.door.admit(Request(second, big), 0)
+    waited = await node.controller.door.admit(Request(second, big), 5)  # the first never starts
     assert 0.2 < waited < 4
     node.add("b", bounds=big)
     await asyncio.sleep(0.5)
@@ -448,11 +360,11 @@ async def test_deadlines_are_kept(node: Node) -> None:
     big = Bounds(Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB))
     node.add("a", bounds=big)
     with pytest.raises(NotAdmitted, match="deadline"):
-        await node.controller.admit(Request(EnvKey("default", "b"), big), 0.2)
+        await node.controller.door.admit(Request(EnvKey("default", "b"), big), 0.2)
     assert node.events("denied") and node.ledger.waiting == 0
     never = Bounds(Quota(9.0, 256 * MIB), Quota(9.0, 256 * MIB), Quota(9.0, 256 * MIB))
     with pytest.raises(NotAdmitted, match="never"):
-        await node.controller.admit(Request(EnvKey("default", "c"), never), 100)
+        await node.controller.door.admit(Request(EnvKey("default", "c"), never), 100)
 
 
 async def test_an_evaluation_gets_what_others_have_beyond_their_start(tmp_path: Path) -> None:
@@ -461,7 +373,7 @@ async def test_an_evaluation_gets_what_others_have_beyond_their_start(tmp_path: 
         first, second = node.add("a", cpu=4.0), node.add("b", cpu=3.5)
         await until(lambda: node.row("a")["memory"] and node.row("b")["memory"])
         start = Quota(2.0, 256 * MIB)
-        await node.controller.admit(Request(EnvKey("default", "e"), Bounds(start, start, start), Role.EVALUATION), 5)
+        await node.controller.door.admit(Request(EnvKey("default", "e"), Bounds(start, start, start), Role.EVALUATION), 5)
         assert node.ledger.promised.cpu <= 8.0
         (taken,) = [event for event in node.events("quota") if event["reason"] == "taken-back"]
         assert taken["quota"][0] == 0.25 and sorted([first.cpu, second.cpu]) in ([0.25, 3.5], [0.25, 4.0])
@@ -470,160 +382,8 @@ async def test_an_evaluation_gets_what_others_have_beyond_their_start(tmp_path: 
 async def test_who_is_cancelled_while_waiting_is_out_of_the_line(node: Node) -> None:
     big = Bounds(Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB))
     node.add("a", bounds=big)
-    task = asyncio.ensure_future(node.controller.admit(Request(EnvKey("default", "b"), big), 60))
+    task = asyncio.ensure_future(node.controller.door.admit(Request(EnvKey("default", "b"), big), 60))
     await until(lambda: node.ledger.waiting == 1)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
     assert node.ledger.waiting == 0
-
-
-# -- the socket -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-async def served(node: Node) -> AsyncIterator[str]:
-    control = Control(node.controller)
-    path = str(node.root / "s.sock")
-    await control.start(path)
-    yield path
-    await control.close()
-    assert not os.path.exists(path)
-
-
-async def closed(writer: asyncio.StreamWriter) -> None:
-    writer.close()
-    with contextlib.suppress(ConnectionError):
-        await writer.wait_closed()
-
-
-async def asked(path: str, work: Callable[[Asker], Any]) -> Any:
-    def run() -> Any:
-        with Asker(path) as asker:
-            return work(asker)
-
-    return await asyncio.to_thread(run)
-
-
-async def test_the_socket_shows_environments_and_is_roots_alone(node: Node, served: str) -> None:
-    node.add("a")
-    assert stat.S_IMODE(os.stat(served).st_mode) == 0o600
-    answer = await asked(served, lambda asker: asker.ask("node"))
-    assert answer["node"]["environments"] == 1 and answer["environments"][0]["id"] == "a"
-    json.dumps(answer, allow_nan=False)
-
-
-async def test_a_second_daemon_does_not_take_the_socket(node: Node, served: str) -> None:
-    with pytest.raises(ConfigError, match="another daemon answers"):
-        await Control(node.controller).start(served)
-    plain = node.root / "file"
-    plain.write_text("")
-    with pytest.raises(ConfigError, match="is no socket"):
-        await Control(node.controller).start(str(plain))
-
-
-async def test_room_is_asked_for_waited_for_and_given_back(node: Node, served: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control_module, "_PATIENCE", 0.05)
-    wanted: dict[str, Any] = {"namespace": "default", "cpu": 4.0, "memory": 256 * MIB, "cpu_max": 5.0}
-    told: list[int] = []
-    inside = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def hold(asker: Asker) -> Any:
-        answer = asker.ask("admit", id="a", hold=True, **wanted)
-        loop.call_soon_threadsafe(inside.set)
-        while not told:
-            asker.ask("node")
-        return answer
-
-    holder = asyncio.ensure_future(asked(served, hold))
-    await inside.wait()
-    with pytest.raises(Denied, match="no room"):
-        await asked(served, lambda asker: asker.ask("admit", id="b", deadline=0, **wanted))
-    answer = await asked(
-        served, lambda asker: asker.ask("admit", id="b", deadline=20, waiting=lambda: told.append(1), **wanted)
-    )
-    assert told == [1] and answer["start"] == [4.0, 256 * MIB], "the holder has left, and his room is free"
-    assert (await holder)["waited"] == pytest.approx(0, abs=0.1)
-    await asked(served, lambda asker: asker.ask("release", namespace="default", id="b"))
-    assert node.ledger.promised == Quota(0.0, 0)
-
-
-async def test_a_start_above_the_ceiling_is_named(node: Node, served: str) -> None:
-    wanted: dict[str, Any] = {"namespace": "default", "id": "a", "deadline": 0}
-    above = r"100 cores is above elastic\.ceiling_cpu \(64\)"
-    with pytest.raises(Denied, match=f"^{above}$"):
-        await asked(served, lambda asker: asker.ask("admit", cpu=100, exact=True, **wanted))
-    with pytest.raises(Denied, match=r"^64 GiB is above elastic\.ceiling_memory \(32 GiB\)$"):
-        await asked(served, lambda asker: asker.ask("admit", memory=64 << 30, exact=True, **wanted))
-    with pytest.raises(Denied, match=rf"never start an environment of 64 cores.* \({above}, and was cut to it\)$"):
-        await asked(served, lambda asker: asker.ask("admit", cpu=100, **wanted))
-    with pytest.raises(Denied, match=r"for task environments$"):
-        await asked(served, lambda asker: asker.ask("admit", cpu=64, exact=True, **wanted))
-
-
-async def test_who_leaves_while_waiting_is_forgotten(node: Node, served: str) -> None:
-    node.add("a", bounds=Bounds(Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB), Quota(5.0, 256 * MIB)))
-    reader, writer = await asyncio.open_unix_connection(served)
-    writer.write(b'{"op":"admit","namespace":"default","id":"b","cpu":5,"deadline":100}\n')
-    await until(lambda: node.ledger.waiting == 1)
-    await closed(writer)
-    await until(lambda: node.ledger.waiting == 0)
-    del reader
-
-
-BAD = [
-    b"\n", b"nonsense\n", b"[]\n", b"{}\n", b'{"op":"burn"}\n', b"[" * 50_000 + b"\n", b"\xff\xfe\n",
-    b'{"op":"admit","namespace":"a","id":"b","cpu":' + b"9" * 400 + b"}\n",
-    b'{"op":"admit"}\n', b'{"op":"admit","namespace":"a/b","id":"c"}\n', b'{"op":"admit","namespace":"a","id":"../c"}\n',
-    b'{"op":"admit","namespace":"a","id":"c","cpu":NaN}\n', b'{"op":"admit","namespace":"a","id":"c","cpu":-1}\n',
-    b'{"op":"admit","namespace":"a","id":"c","cpu":true}\n', b'{"op":"admit","namespace":"a","id":"c","memory":1e300}\n',
-    b'{"op":"admit","namespace":"a","id":"c","role":"king"}\n', b'{"op":"admit","namespace":"a","id":"c","deadline":"x"}\n',
-    b'{"op":"release","namespace":1,"id":"c"}\n',
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("line", BAD, ids=lambda line: line[:40].decode("latin-1"))
-async def test_bad_requests_are_answered_with_an_error(node: Node, served: str, line: bytes) -> None:
-    reader, writer = await asyncio.open_unix_connection(served)
-    writer.write(line + b'{"op":"node"}\n')
-    answers = [json.loads(await reader.readline()) for _ in range(2)]
-    assert answers[0]["error"] and "environments" in answers[1]
-    await closed(writer)
-
-
-async def test_a_line_without_end_is_cut_off(node: Node, served: str) -> None:
-    reader, writer = await asyncio.open_unix_connection(served)
-    with contextlib.suppress(ConnectionError):
-        writer.write(b"x" * (1 << 20))
-        await writer.drain()
-    with contextlib.suppress(ConnectionError):
-        assert await reader.read() == b""
-    await closed(writer)
-    assert (await asked(served, lambda asker: asker.ask("node")))["environments"] == []
-
-
-def _answering(path: str, answer: bytes) -> Awaitable[None]:
-    def serve() -> None:
-        with socket.socket(socket.AF_UNIX) as server:
-            server.bind(path)
-            server.listen()
-            server.settimeout(10)
-            connection, _ = server.accept()
-            with connection:
-                connection.recv(1000)
-                connection.sendall(answer)
-
-    return asyncio.to_thread(serve)
-
-
-@pytest.mark.parametrize("answer", [b"nonsense\n", b"[]\n", b"", b"{", b'"x"\n'])
-async def test_who_asks_believes_no_stranger(tmp_path: Path, answer: bytes) -> None:
-    path = str(tmp_path / "s.sock")
-    serving = asyncio.ensure_future(_answering(path, answer))
-    while not os.path.exists(path):
-        await asyncio.sleep(0.01)
-    with pytest.raises(NoDaemon):
-        await asked(path, lambda asker: asker.ask("node"))
-    await serving
-    with pytest.raises(NoDaemon, match="nobody serves"):
-        await asked(str(tmp_path / "none"), lambda asker: asker.ask("node"))

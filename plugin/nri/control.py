@@ -95,7 +95,7 @@ class Control:
             writer.transport.abort()  # we end, whether or not the other side reads
         finally:
             for key in held:
-                self._controller.let_go(key)
+                self._controller.door.let_go(key)
             self._connections.discard(task)
             writer.close()
             with contextlib.suppress(ConnectionError):
@@ -150,7 +150,7 @@ class Control:
             if op == "release":
                 key = _key(request)
                 held.discard(key)
-                self._controller.let_go(key)
+                self._controller.door.let_go(key)
                 return {}
             raise BadRequest(f"unknown request {str(op)[:40]!r}")
         except WeenvError as error:
@@ -176,13 +176,13 @@ class Control:
         if self._controller.manages(key):  # there is one of that name already: its maker's affair, not a second place
             return {"waited": 0.0, "start": start}
         try:
-            waited = await self._controller.admit(Request(key, bounds, role), deadline)
+            waited = await self._controller.door.admit(Request(key, bounds, role), deadline)
         except NotAdmitted as error:
             if not above:
                 raise
             raise NotAdmitted(f"{error.message} ({above}, and was cut to it)", hint=error.hint) from error
         if request.get("hold") is True:
-            self._controller.hold(key)
+            self._controller.door.hold(key)
             held.add(key)
         return {"waited": round(waited, 3), "start": start}
 

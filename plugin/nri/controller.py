@@ -23,9 +23,10 @@ from typing import Any
 from weenv.core.aio import Background
 from weenv.core.errors import WeenvError
 from weenv.plugin.nri.actuate import Actuator, EnvGone, change, cores_match
-from weenv.plugin.nri.admission import Ledger, NotAdmitted, Request
+from weenv.plugin.nri.admission import Ledger, Request, TakeBack
 from weenv.plugin.nri.cgroups import STAT_EVERY, CgroupGone, CgroupUnreadable, Reader, find
 from weenv.plugin.nri.config import ElasticConfig, without_brake
+from weenv.plugin.nri.door import Door
 from weenv.plugin.nri.journal import Kind
 from weenv.plugin.nri.managed import Env
 from weenv.plugin.nri.metrics import Metrics
@@ -51,8 +52,6 @@ CHECK_LIMITS = 5.0
 """Seconds between two looks at whether somebody else has changed an environment's limits; it takes a sample."""
 CHANGES = 8
 """Changes of limits at a time: each has the runtime start a process, and those take CPU from everybody."""
-CLAIM = 60.0
-"""Seconds within which an admitted environment has to start; its room is given away then."""
 _AGAIN = 0.1
 """Seconds after the kernel's word at which it is looked at again: throttling is counted at the end of a quota period."""
 _BACK_OFF = 5.0
@@ -103,8 +102,9 @@ class Controller:
         self._view: NodeView | None = None
         self._peeks = self._samples = 0
         self._counted = -math.inf
-        self._admissions: dict[EnvKey, asyncio.Future[None]] = {}
-        self._claims: dict[EnvKey, float] = {}
+        self.door = Door(
+            ledger, record, metrics, clock, manages=self.manages, moved=self._moved, take_back=self._take_back
+        )  # fmt: skip
         metrics.capacity.labels("cpu").set(ledger.capacity.cpu)
         metrics.capacity.labels("memory").set(ledger.capacity.memory)
 
@@ -130,15 +130,16 @@ class Controller:
                     await asyncio.sleep(0)
             slot = last + 1
             self._record.flush()
-            self._waiting(self._clock())
+            now = self._clock()
+            self._count(now)
+            self.door.look(now)
             await self._sleep()
 
     async def _sleep(self) -> None:
         """Until the next slot with somebody in it, a deadline, or :meth:`_plan` brings something earlier."""
         self._next = min(self._slots, default=math.inf)
         until = self._next * GRAIN
-        for at in (self.ledger.wake_at(), min(self._claims.values(), default=None)):
-            until = min(until, math.inf if at is None else at)
+        until = min(until, self.door.wake_at())
         self._poke.clear()
         alarm = None
         if math.isfinite(until):
@@ -158,8 +159,7 @@ class Controller:
             env.close()
         self._envs.clear()
         self._triggers.close()
-        for waiting in self._admissions.values():
-            waiting.cancel()
+        self.door.close()
 
     # -- who there is (weenv.plugin.nri.watch.Listener) -----------------------------------------------------------------
 
@@ -171,16 +171,15 @@ class Controller:
         old = self._envs.get(found.key)
         if old is not None and old.found.pid == found.pid:
             if known and (old.state.bounds, old.state.role) != (found.bounds, found.role):
-                if old.state.bounds.pids is None and found.bounds.pids is not None:
-                    self._triggers.count(old)
                 old.found = found
                 old.state = replace(old.state, bounds=found.bounds, role=found.role)
+                self._triggers.count(old)
+                old.pids, old.pids_due = None, 0.0
                 self.ledger.adopt(Request(found.key, found.bounds, found.role), old.state.quota)
                 old.resting, self._view = False, None
             return
         try:
-            reader = self._open(found)
-            quota = reader.limits()
+            reader, quota = self._opened(found)
         except CgroupGone:
             self._missed.add(found.key)
             return
@@ -200,7 +199,7 @@ class Controller:
         env = Env(found, reader, begin(bounds, found.role, held), now)
         self._envs[found.key] = env
         env.state = replace(env.state, triggers=self._triggers.add(env))
-        self._claims.pop(found.key, None)
+        self.door.hold(found.key)
         self.ledger.adopt(Request(found.key, bounds, found.role), held)
         self._view = None
         self._record.event(
@@ -214,6 +213,15 @@ class Controller:
             self._save_up(env)
         self._plan(env, now + (hash(found.key) % 4) * GRAIN)
 
+    def _opened(self, found: Found) -> tuple[Reader, Quota]:
+        """Its cgroup, and the limits in force. Raises CgroupGone, CgroupUnreadable."""
+        reader = self._open(found)
+        try:
+            return reader, reader.limits()
+        except BaseException:
+            reader.close()
+            raise
+
     def ended(self, key: EnvKey, status: int | None) -> None:
         """It is over: say why, give its room to others."""
         env = self._envs.get(key)
@@ -226,7 +234,7 @@ class Controller:
         if env is not None:
             self._forget(env)
         else:
-            self._release(key)
+            self.door.release(key)
 
     def killed_for_memory(self, key: EnvKey) -> None:
         """containerd says that the kernel has killed: the counter, where it can still be read, says how often."""
@@ -243,14 +251,8 @@ class Controller:
         env.close()
         if self._envs.get(env.key) is env:
             del self._envs[env.key]
-        self._release(env.key)
+        self.door.release(env.key)
         self.metrics.environments.set(len(self._envs))
-
-    def _release(self, key: EnvKey) -> None:
-        self._claims.pop(key, None)
-        self.ledger.remove(key)
-        self._view = None
-        self._step()
 
     # -- looking --------------------------------------------------------------------------------------------------------
 
@@ -439,7 +441,7 @@ class Controller:
             self._record.event(
                 Kind.QUOTA, env.key, before=_finite(before), quota=_finite(found), reason=why.value, took=round(took, 4)
             )
-        self._step()
+        self.door.step()
         self._plan(env, self._clock())
 
     def _brake(self, env: Env, high: int | None) -> None:
@@ -473,66 +475,32 @@ class Controller:
 
     # -- admission ------------------------------------------------------------------------------------------------------
 
-    async def admit(self, request: Request, deadline: float | None = None) -> float:
-        """Wait for room for an environment that is to start; seconds waited. Raises NotAdmitted.
-
-        Cancelled, it is out of the line. An admitted one has ``CLAIM`` seconds to start, or for :meth:`hold`.
-        """
-        key = request.key
-        assert isinstance(key, EnvKey)
-        begin_at = self._clock()
-        try:
-            if not self.ledger.ask(request, begin_at, deadline):
-                self._view = None
-                waiting = self._admissions[key] = asyncio.get_running_loop().create_future()
-                self._step()
-                self._poke.set()
-                try:
-                    await waiting
-                except BaseException:
-                    self._release(key)
-                    raise
-                finally:
-                    self._admissions.pop(key, None)
-        except NotAdmitted as error:
-            self.metrics.admissions.labels("denied").inc()
-            self._record.event(Kind.DENIED, key, message=error.message)
-            raise
-        self._view = None
-        waited = self._clock() - begin_at
-        if key not in self._envs:
-            self._claims[key] = self._clock() + CLAIM
-        self.metrics.admissions.labels("admitted").inc()
-        self.metrics.admission_seconds.observe(waited)
-        self._record.event(Kind.ADMITTED, key, waited=round(waited, 3))
-        return waited
-
     def manages(self, key: EnvKey) -> bool:
         """Whether it runs and is managed."""
         return key in self._envs
 
-    def hold(self, key: EnvKey) -> None:
-        """What was admitted is held by its asker until :meth:`let_go`; no container has to start."""
-        self._claims.pop(key, None)
+    def _moved(self) -> None:
+        """Room was promised, or given back: what is known of the node is old, and a deadline may be nearer."""
+        self._view = None
+        self._poke.set()
 
-    def let_go(self, key: EnvKey) -> None:
-        """Give back the room of what was admitted and has not become an environment."""
-        if key not in self._envs:
-            self._release(key)
+    def _take_back(self, item: TakeBack) -> None:
+        """Somebody else is to have what it has beyond its start."""
+        env = self._envs.get(item.key)  # type: ignore[call-overload]
+        if env is None:
+            return
+        if env.changing is not None:
+            self.ledger.settle(item.key, env.state.quota)  # not now; the change under way calls step again
+            return
+        env.why, env.why_at = Reason.TAKEN_BACK, self._clock()
+        env.state = taken_back(env.state, item.quota, self._clock())
+        self._begin_change(env, item.quota, None, Reason.TAKEN_BACK)
 
-    def _waiting(self, now: float) -> None:
-        if now - self._counted >= 1.0 or now < self._counted:
-            self._counted = now
-            self._count()
-        for key in [key for key, until in self._claims.items() if until <= now]:
-            log.warning("%s was admitted and has not started within %.0f s: its room is given away", key, CLAIM)
-            self._release(key)
-        wake = self.ledger.wake_at()
-        if wake is not None and wake <= now:
-            self._step()
-
-    def _count(self) -> None:
+    def _count(self, now: float) -> None:
         """Once a second, since a counter's own lock costs as much as a look."""
+        if 0.0 <= now - self._counted < 1.0:
+            return
+        self._counted = now
         self.metrics.samples.labels("peek").inc(self._peeks)
         self.metrics.samples.labels("whole").inc(self._samples)
         self._peeks = self._samples = 0
@@ -540,33 +508,6 @@ class Controller:
         promised = self.ledger.promised
         self.metrics.promised.labels("cpu").set(promised.cpu)
         self.metrics.promised.labels("memory").set(promised.memory)
-
-    def _step(self) -> None:
-        """Let the ledger see who can be admitted, and take back what it says."""
-        if not self.ledger.waiting:
-            return
-        came = self.ledger.step(self._clock())
-        self._view = None
-        for key in came.admitted:
-            waiting = self._admissions.get(key)  # type: ignore[call-overload]
-            if waiting is not None and not waiting.done():
-                waiting.set_result(None)
-        for key in came.expired:
-            waiting = self._admissions.get(key)  # type: ignore[call-overload]
-            if waiting is not None and not waiting.done():
-                waiting.set_exception(
-                    NotAdmitted("the node had no room within the deadline", hint="wait longer, or end something")
-                )
-        for item in came.take_back:
-            env = self._envs.get(item.key)  # type: ignore[call-overload]
-            if env is None:
-                continue
-            if env.changing is not None:
-                self.ledger.settle(item.key, env.state.quota)  # not now; the change under way calls step again
-                continue
-            env.why, env.why_at = Reason.TAKEN_BACK, self._clock()
-            env.state = taken_back(env.state, item.quota, self._clock())
-            self._begin_change(env, item.quota, None, Reason.TAKEN_BACK)
 
     # -- showing --------------------------------------------------------------------------------------------------------
 

@@ -15,9 +15,9 @@ class Env:
     """All that is known of an environment; plain state of the controller's event loop. Times are monotonic."""
 
     __slots__ = (
-        "began", "blind", "burst", "changed_at", "changing", "checked", "complained", "emergency", "found", "gone", "high",
-        "key", "noted", "oom_kills", "pause", "peak", "pids", "pids_due", "previous", "reader", "rested", "resting", "sampled",
-        "slot", "spent", "starved_s", "starving", "state", "tier", "triggers", "usage", "use", "why", "why_at",
+        "began", "blind", "burst", "changed_at", "changing", "checked", "complained", "emergency", "forks", "found", "gone",
+        "high", "key", "noted", "oom_kills", "pause", "peak", "pids", "pids_due", "previous", "reader", "rested", "resting",
+        "sampled", "slot", "spent", "starved_s", "starving", "state", "tier", "triggers", "usage", "use", "why", "why_at",
     )  # fmt: skip
 
     def __init__(self, found: Found, reader: Reader, state: EnvState, now: float) -> None:
@@ -62,6 +62,8 @@ class Env:
         self.noted = -math.inf
         self.triggers: list[int] = []
         """Descriptors by which the kernel tells of it (weenv.plugin.nri.wake)."""
+        self.forks: int | None = None
+        """That of them which tells of refused forks."""
         self.spent: list[int] = []
         """Those of them that have told, and say no more until they are armed again."""
         self.burst: float | None = None

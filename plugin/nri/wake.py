@@ -61,8 +61,7 @@ class Triggers:
                 return False
             if self._register(fd, _PRESSURE):
                 self._possible = True
-            self._drop(fd)
-            os.close(fd)
+            self._give_up(fd)
         return self._possible is True
 
     def _pressure(self, reader: Reader, kind: str) -> int | None:
@@ -89,13 +88,21 @@ class Triggers:
         reader, possible = env.reader, self.possible(env.reader)
         waits = [self._take(env, self._pressure(reader, kind), met=False) for kind in STALLS if possible]
         hit = self._take(env, reader.notices("memory"), met=True) or reader.paths.memory_v1
-        if env.state.bounds.pids is not None:
-            self.count(env)
+        self.count(env)
         return possible and all(waits) and hit
 
     def count(self, env: Env) -> None:
-        """Have the kernel tell of refused forks of an environment whose processes are followed."""
-        self._take(env, env.reader.notices("pids"), met=True)
+        """Have the kernel tell of refused forks of an environment, where its processes are followed and it does not yet; or no
+        longer, where they are not."""
+        followed = env.state.bounds.pids is not None
+        if followed and env.forks is None:
+            fd = env.reader.notices("pids")
+            env.forks = fd if self._take(env, fd, met=True) else None
+        elif not followed and env.forks is not None:
+            self._give_up(env.forks)
+            env.triggers.remove(env.forks)
+            env.spent = [fd for fd in env.spent if fd != env.forks]
+            env.forks = None
 
     def _take(self, env: Env, fd: int | None, *, met: bool) -> bool:
         if fd is None:
@@ -104,8 +111,7 @@ class Triggers:
         if self._register(fd, _LIMIT if met else _PRESSURE):
             env.triggers.append(fd)
             return True
-        self._drop(fd)
-        os.close(fd)
+        self._give_up(fd)
         return False
 
     def arm(self, env: Env) -> None:
@@ -120,15 +126,15 @@ class Triggers:
     def remove(self, env: Env) -> None:
         """No longer be told of an environment."""
         fds, env.triggers = env.triggers, []
-        env.spent = []
+        env.spent, env.forks = [], None
         for fd in fds:
-            self._drop(fd)
-            os.close(fd)
+            self._give_up(fd)
 
-    def _drop(self, fd: int) -> None:
+    def _give_up(self, fd: int) -> None:
         self._envs.pop(fd, None)
         if self._waiter is not None:
             self._waiter.forget(fd)
+        os.close(fd)
 
     def _ready(self, fds: list[int]) -> None:
         for fd in fds:

@@ -13,7 +13,8 @@
         await env.exec(["true"])
 
 What is started is a process that only waits, in any image; commands run beside it. The environment is removed when the
-block ends, and by the next ``weenv run``, ``ps`` or ``rm`` on the machine should this process be killed.
+block ends; should this process be killed, by the next that starts one here, or the next ``weenv run``, ``ps`` or ``rm`` on the
+machine.
 :class:`Environment` may be used from any number of threads; each call blocks its own.
 """
 
@@ -110,6 +111,7 @@ class AsyncEnvironment:
             await run_mutations(node, made, ready)
             if keep:
                 await lifecycle.hand_over(node, made, remove_at_end=False)
+            lifecycle.tidy_beside(node)
         except BaseException:
             await node.close()
             raise

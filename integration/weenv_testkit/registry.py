@@ -75,8 +75,11 @@ def free_port() -> int:
     """
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         low = int(file.read().split()[0])
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
         port = 10_000 + secrets.randbelow(max(low - 10_000, 10_000))
+        if port % workers != int(worker[2:]) % workers:  # the others' processes do not know what is given here
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in _GIVEN:

@@ -448,9 +448,9 @@ async def test_a_full_disk_is_served_from_memory_and_left_when_there_is_room(
         assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
         for _ in range(100):  # the three frames that the memory holds are stored as well
             await asyncio.sleep(0.01)
-            if not b.fetcher._memory:
+            if not b.fetcher.shelf.kept:
                 break
-        assert not b.fetcher._memory
+        assert not b.fetcher.shelf.kept
         assert COUNT - 5 <= b.layer.presence.missing <= COUNT - 4
         await b.get(0)  # forgotten by now
         assert b.layer.presence.states[0]

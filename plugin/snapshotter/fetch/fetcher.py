@@ -17,12 +17,11 @@ import logging
 import random
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Collection, Iterable
 from contextlib import aclosing
 from enum import Enum
 from functools import partial
-from typing import Final
 
 from weenv.core.errors import (
     FormatError,
@@ -32,7 +31,6 @@ from weenv.core.errors import (
     UnavailableError,
     WeenvError,
 )
-from weenv.plugin.snapshotter.cache.store import is_full
 from weenv.plugin.snapshotter.fetch.flight import (
     ACTIVE,
     AHEAD,
@@ -50,19 +48,12 @@ from weenv.plugin.snapshotter.fetch.flight import (
     Waiter,
 )
 from weenv.plugin.snapshotter.fetch.planner import span
+from weenv.plugin.snapshotter.fetch.shelf import Shelf
 from weenv.plugin.snapshotter.fetch.twoqueues import TwoQueues
 from weenv.plugin.snapshotter.fetch.whole import Cutter, WholeLayers
 from weenv.registry.ranged import RangesIgnored
 
 log = logging.getLogger(__name__)
-
-
-_FLUSH: Final = 1.0
-"""Seconds after which a disk that was full is tried again on behalf of frames that are in memory already."""
-
-
-_QUIET: Final = 30.0
-"""Seconds between log lines that say the disk is full."""
 
 
 class _Flush(Enum):
@@ -98,11 +89,7 @@ class Fetcher:
         self._backlog = 0
         self._drained = asyncio.Event()
         self._drained.set()
-        self._memory: OrderedDict[tuple[int, int], tuple[FetchLayer, bytes]] = OrderedDict()
-        self._memory_bytes = 0
-        self._full_since = 0.0
-        self._told_full = False
-        self._tell_full_after = 0.0
+        self.shelf = Shelf(self._lock, self.stats, self.settings.memory)
         self._work: TwoQueues[tuple[Flight, bytes, int] | _Flush | None] = TwoQueues()
         self._decoders = [
             threading.Thread(target=self._decode, name=f"decoder-{number}", daemon=True)
@@ -138,9 +125,9 @@ class Fetcher:
                 if refused or states[frame]:
                     waiter.pieces[frame] = None
                     continue
-                if self._memory and (held := self._memory.get((id(layer), frame))) is not None:
-                    waiter.pieces[frame] = held[1]
-                    flush = flush or time.monotonic() - self._full_since > _FLUSH
+                if (held := self.shelf.held(layer, frame)) is not None:
+                    waiter.pieces[frame] = held
+                    flush = flush or self.shelf.due()
                     continue
                 if layer.refused and (until := layer.refused.get(frame)) is not None:
                     if time.monotonic() < until:
@@ -159,8 +146,6 @@ class Fetcher:
             self._plan(layer, ahead, AHEAD)
             wake = not self._woken
             self._woken = True
-            if flush:
-                self._full_since = time.monotonic()
         if wake:
             self._wake()
         if flush:
@@ -224,11 +209,6 @@ class Fetcher:
                 if frame in layer.prefetched:
                     layer.prefetched.discard(frame)
                     self.stats.prefetch_used += 1
-
-    @property
-    def disk_full(self) -> bool:
-        """True while the disk takes no data."""
-        return self._full_since > 0
 
     def _demand(self, layer: FetchLayer, flights: dict[int, Flight], frame: int) -> Flight:
         flight = flights.get(frame)
@@ -423,7 +403,7 @@ class Fetcher:
         """A decoder thread: check, decompress, store, answer."""
         while (item := self._work.get()) is not None:
             if isinstance(item, _Flush):
-                self._flush()
+                self.shelf.flush()
                 continue
             flight, data, source = item
             layer, frame = flight.layer, flight.frame
@@ -431,7 +411,7 @@ class Fetcher:
                 content = self._verify(layer.frames, frame, data)
                 del data
                 self._answer(flight, content)  # before the disk gets it: the reader goes on meanwhile
-                self._land(flight, content, self._save(layer, frame, content))
+                self._land(flight, content, self.shelf.save(layer, frame, content))
                 del content
             except FormatError as error:
                 with self._lock:
@@ -458,48 +438,6 @@ class Fetcher:
             self._loop.call_soon_threadsafe(call)
         except RuntimeError:
             return
-
-    def _save(self, layer: FetchLayer, frame: int, content: bytes) -> bool:
-        """Write a frame and mark it; False where the disk would not take it."""
-        try:
-            with layer.writing:
-                layer.store.write(layer.contents[frame], content)
-                layer.presence.mark(frame)
-        except StorageError as error:
-            full = is_full(error)
-            layer.went_wrong("enospc" if full else "storage", error)
-            with self._lock:
-                self.stats.error("enospc" if full else "storage")
-                self._full_since = now = time.monotonic()
-                tell = not self._told_full and now >= self._tell_full_after  # a disk on the brink goes back and forth
-                if tell:
-                    self._told_full, self._tell_full_after = True, now + _QUIET
-            if tell:
-                fields = {"error": str(error), "hint": "free space under the root directory"}
-                log.error("serving without a cache: the disk takes no data", extra=fields)
-            return False
-        with self._lock:
-            recovered = self._full_since > 0
-            self._full_since = 0.0
-            tell = recovered and self._told_full
-            if tell:
-                self._told_full = False
-        if tell:
-            log.warning("the disk takes data again: caching goes on")
-        if recovered:
-            self._flush()
-        return True
-
-    def _flush(self) -> None:
-        """Store what is kept in memory, as far as the disk takes it."""
-        with self._lock:
-            held = list(self._memory.items())
-        for key, (layer, content) in held:
-            if not self._save(layer, key[1], content):
-                return
-            with self._lock:
-                if self._memory.pop(key, None) is not None:
-                    self._memory_bytes -= len(content)
 
     def _answer(self, flight: Flight, content: bytes) -> None:
         """Give a checked frame to its waiters; who asks from now on gets it at once."""
@@ -528,18 +466,10 @@ class Fetcher:
             layer.flights.pop(frame, None)
             if flight.priority == DEMAND:
                 self._demanded -= 1
-            if not stored:
-                self._remember(layer, frame, content)
-            elif self._memory and (old := self._memory.pop((id(layer), frame), None)) is not None:
-                self._memory_bytes -= len(old[1])
-
-    def _remember(self, layer: FetchLayer, frame: int, content: bytes) -> None:
-        """Keep a frame that could not be stored; the oldest go when there are too many bytes. Locked."""
-        self._memory[id(layer), frame] = (layer, content)  # holding the layer keeps its id from being used again
-        self._memory_bytes += len(content)
-        while self._memory_bytes > self.settings.memory and len(self._memory) > 1:
-            _, (_, old) = self._memory.popitem(last=False)
-            self._memory_bytes -= len(old)
+            self.shelf.landed(layer, frame, content, stored=stored)
+            idle = bool(self._queues[FILL]) and not self._demanded
+        if idle:
+            self._wake()  # the fill had to wait for this reader, and nothing else may be under way to make it go on
 
     def _wrong(self, flight: Flight, source: int, error: FormatError) -> None:
         """A frame does not have its digest: the source may have it right from elsewhere, or the next time."""

@@ -160,7 +160,7 @@ class Prefetcher:
 
     def _ends(self) -> str:
         """Why nothing more is to be fetched ahead; empty where it is."""
-        if self._fetcher.disk_full:
+        if self._fetcher.shelf.full:
             return "the disk is full"
         return "" if self._room() else "the cache is full"
 

@@ -75,7 +75,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "gateway": ("weenv.cli.gateway:gateway", "A registry on the node that answers plans and stacks as images."),
     "nri": ("weenv.cli.nri:nri", "The plugin that gives containers of CRI their starting quotas."),
     "install": ("weenv.cli.install:install", "Make the daemons services of this node, and tell containerd of them."),
-    "uninstall": ("weenv.cli.install:uninstall", "Take away what weenv install put on this node."),
+    "uninstall": ("weenv.cli.uninstall:uninstall", "Take away what weenv install put on this node."),
     "status": ("weenv.cli.status:status", "Show the layers on this node and how much of each is local."),
     "cache": ("weenv.cli.cache:cache", "Show and limit what is kept of layers on this node's disk."),
     "doctor": ("weenv.cli.doctor:doctor", "Check kernel, containerd, sockets, disk and registry; say what to mend."),

@@ -110,6 +110,10 @@ class InvalidRequest(SnapshotError):
     """The request itself makes no sense."""
 
 
+class ForkedError(WeenvError):
+    """This process was forked from one that had used what it uses now."""
+
+
 class MountError(WeenvError):
     """The kernel refused a mount or an unmount; ``errno`` is its answer."""
 

@@ -13,7 +13,8 @@
         await env.exec(["true"])
 
 What is started is a process that only waits, in any image; commands run beside it. The environment is removed when the
-block ends, and by the next ``weenv run``, ``ps`` or ``rm`` on the machine should this process be killed.
+block ends; should this process be killed, by the next that starts one here, or the next ``weenv run``, ``ps`` or ``rm`` on the
+machine.
 :class:`Environment` may be used from any number of threads; each call blocks its own.
 """
 
@@ -29,6 +30,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any, TypeVar
 
+from weenv.core.errors import ForkedError
 from weenv.environment import arguments, lifecycle
 from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes, run_mutations
 from weenv.environment.model import Plan
@@ -58,6 +60,7 @@ class AsyncEnvironment:
         self._container = container
         self._keep = keep
         self._closed = False
+        self._home = os.getpid(), asyncio.get_running_loop()
         self.pid = pid
         """Process id of the first process, as this machine numbers it."""
 
@@ -108,6 +111,7 @@ class AsyncEnvironment:
             await run_mutations(node, made, ready)
             if keep:
                 await lifecycle.hand_over(node, made, remove_at_end=False)
+            lifecycle.tidy_beside(node)
         except BaseException:
             await node.close()
             raise
@@ -145,10 +149,29 @@ class AsyncEnvironment:
     ) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Remove it (unless it is kept) and close the connection. Calling it again does nothing."""
+    def _usable(self) -> None:
+        """Raises ForkedError, NoSuchEnvironment, ArgumentError where it cannot be used from here, or any more."""
+        process, loop = self._home
+        if process != os.getpid():
+            raise ForkedError(
+                f"{self.id} was started by process {process}, from which this one was forked",
+                hint="attach to it by name in a process that was spawned",
+            )
         if self._closed:
+            raise lifecycle.NoSuchEnvironment(f"{self.id} is closed")
+        if loop is not asyncio.get_running_loop():
+            raise arguments.ArgumentError(
+                f"{self.id} belongs to another event loop", hint="use weenv.Environment, or attach to it by name in this loop"
+            )
+
+    async def close(self) -> None:
+        """Remove it (unless it is kept) and close the connection. Calling it again does nothing.
+
+        Nor does it in a forked child, whose parent has it. Raises ArgumentError in another event loop.
+        """
+        if self._closed or self._home[0] != os.getpid():
             return
+        self._usable()
         self._closed = True
         try:
             if not self._keep:
@@ -173,6 +196,7 @@ class AsyncEnvironment:
         the caller is cancelled. ``input`` that is a text is UTF-8. ``limit`` bounds what is kept of each stream (bytes).
         Raises WeenvError.
         """
+        self._usable()
         command = Command(
             arguments.arguments("args", args),
             arguments.variables("env", env),
@@ -194,6 +218,7 @@ class AsyncEnvironment:
 
     async def read_file(self, path: str, *, limit: int = LIMIT) -> bytes:
         """The bytes of a regular file, at most ``limit``. Raises FileError, LimitError."""
+        self._usable()
         path, limit = arguments.path("path", path), arguments.whole("limit", limit)
 
         def read() -> bytes:
@@ -213,6 +238,7 @@ class AsyncEnvironment:
         ``data`` that is a text is UTF-8. Symbolic links are followed as within the environment, never out of it. Raises
         FileError.
         """
+        self._usable()
         path, content, mode = arguments.path("path", path), arguments.data("data", data), arguments.mode("mode", mode)
         user = lifecycle.base_process(self._container).get("user")
         ids = user if isinstance(user, dict) else {}
@@ -229,11 +255,13 @@ class AsyncEnvironment:
 
     async def stop(self, *, grace: float = 10.0) -> int:
         """End the first process by SIGTERM, after ``grace`` seconds by SIGKILL; its exit status."""
+        self._usable()
         ended = await lifecycle.stop(self._node, self.id, grace=arguments.number("grace", grace, 0), number=signal.SIGTERM)
         return ended.status if ended is not None else 0
 
     async def wait(self) -> int:
         """Wait until the first process ends; its exit status."""
+        self._usable()
         return (await lifecycle.wait(self._node, self.id)).status
 
 
@@ -261,6 +289,12 @@ class _Portal:
         came too late for that, ``undo`` gets the result."""
         result: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
+        if self.pid != os.getpid():
+            work.close()
+            raise ForkedError(
+                f"this environment was started by process {self.pid}, from which this one was forked",
+                hint="attach to it by name in a process that was spawned",
+            )
 
         def begin() -> None:
             tasks.append(self.loop.create_task(work))
@@ -283,6 +317,14 @@ class _Portal:
             if result.exception() is None and undo is not None:
                 self.run(undo(result.result()))
             raise
+
+
+def _unlock() -> None:
+    """In a forked child: the thread that held it does not exist."""
+    _Portal._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock)
 
 
 class Environment:
@@ -327,7 +369,8 @@ class Environment:
 
     def close(self) -> None:
         """See :meth:`AsyncEnvironment.close`."""
-        self._portal.run(self._inner.close())
+        if self._portal.pid == os.getpid():
+            self._portal.run(self._inner.close())
 
     def exec(
         self,

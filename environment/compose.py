@@ -26,7 +26,7 @@ from weenv.environment import owner
 from weenv.environment.merge import EPOCH, encode, merge_configs, platform_of
 from weenv.environment.model import Plan
 from weenv.environment.notlazy import LABEL, NotLazyGroup, from_label, to_label
-from weenv.layer.verify import LAYER_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations
+from weenv.layer.verify import LAYER_ANNOTATION, PREFETCH_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations
 from weenv.plugin.containerd.client import ContainerdError, Namespaced
 from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_PREFIX, LABEL_SNAPSHOT_REF, Descriptor, Image
 from weenv.registry.groupref.model import MAX_STACK, LayerRef, ResolvedGroup
@@ -133,6 +133,8 @@ def stack(groups: Sequence[ResolvedGroup], top: Sequence[LayerRef] = ()) -> tupl
             except FormatError:
                 promised = None
             annotations = dict(layer.annotations)
+            if promised is None or not promised.prefetch:  # one that no label can hold would keep the layer from being used
+                annotations.pop(PREFETCH_ANNOTATION, None)
             if promised is not None and promised.source is None and group.host:
                 # A composed image is in no registry, so each layer says which one holds it.
                 annotations[SOURCE_ANNOTATION] = f"{group.host}/{group.repository}"

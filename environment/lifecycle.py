@@ -4,9 +4,9 @@ Nothing is left behind, whoever dies when. The container record comes first: its
 containerd's collector from the moment that is made, so no lease has to be renewed, and whatever comes after hangs on a
 record that carries our labels. Removal takes the record last; each step may find its work done. While an environment is
 being made, and afterwards where it is to be removed at its end, it has the label ``dev.weenv.rm`` with the mark of its
-owner (owner.py); :func:`sweep`, which ``weenv run``, ``ps`` and ``rm`` call, removes those whose owner is gone and those
-without owner that have ended, and the leases of those who were killed while they composed. :func:`hand_over` makes one
-outlive its maker.
+owner (owner.py); :func:`sweep`, which ``weenv run``, ``ps``, ``rm`` and the API call, removes those whose owner is gone and
+those without owner that have ended, and the leases of those who were killed while they composed. :func:`hand_over` makes
+one outlive its maker.
 
 ::
 
@@ -18,9 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import shutil
 import signal
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -43,6 +45,8 @@ T = TypeVar("T")
 
 SWEEPING = 10.0
 """Seconds that a command which has something else to do gives to what others have left."""
+SWEPT_ANEW = 60.0
+"""Seconds after which a program that goes on starting environments looks at what others have left again."""
 _LOST = frozenset({"UNAVAILABLE"})
 _GONE = frozenset({"NOT_FOUND"})
 
@@ -386,6 +390,19 @@ async def tidy(node: Node) -> None:
     with contextlib.suppress(WeenvError, TimeoutError):
         async with asyncio.timeout(SWEEPING):
             await sweep(node)
+
+
+_swept: dict[tuple[str, str], float] = {}
+"""When this process has begun to tidy last, by containerd and namespace."""
+
+
+def tidy_beside(node: Node) -> None:
+    """:func:`tidy` in the node's background, at a program's first start and then once a SWEPT_ANEW: a program that starts
+    hundreds of environments at once lists them once, not hundreds of times."""
+    now, place = time.monotonic(), (node.run.address, node.run.namespace)
+    if now - _swept.get(place, -math.inf) >= SWEPT_ANEW:
+        _swept[place] = now
+        node.background(tidy(node))
 
 
 def base_process(container: Container) -> Mapping[str, object]:

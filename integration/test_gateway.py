@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
@@ -383,6 +384,35 @@ def test_killed_and_started_again_it_goes_on(home: str, registry: Registry, plan
         assert (status, sha256(blob)) == (200, layer["digest"])
         status, headers, part = running.ask(f"/v2/{name}/blobs/{layer['digest']}", Range="bytes=100-199")
         assert (status, part, headers["content-range"]) == (206, blob[100:200], f"bytes 100-199/{layer['size']}")
+
+
+def test_connections_that_ask_nothing_keep_nobody_out(home: str) -> None:
+    """Three times as many as it has descriptors, silent and in the middle of a header: whoever asks is answered."""
+    config = os.path.join(home, "idle.toml")
+    Path(config).write_text(f'[snapshotter]\nroot = "{home}/idle"\n')
+    running = Gateway(home, config)
+    running._argv = ["prlimit", "--nofile=512:512", *running._argv]
+    running.start()
+    silent: list[socket.socket] = []
+    try:
+        for number in range(1500):
+            silent.append(socket.create_connection(("127.0.0.1", running.port), timeout=60))
+            if number % 2:
+                silent[-1].send(b"GET /v2/ HTTP/1.1\r\nHost: x\r\nX: ")
+            if not number % 250:
+                assert running.ask("/v2/")[0] == 200
+        assert running.ask("/v2/")[0] == 200
+        kept = http.client.HTTPConnection("127.0.0.1", running.port, timeout=60)
+        for _ in range(3):
+            kept.request("GET", "/v2/")
+            assert kept.getresponse().read() is not None
+        kept.close()
+    finally:
+        for one in silent:
+            one.close()
+        running.stop()
+    assert running.text().count("no more connections can be accepted") <= 1
+    assert "Traceback" not in running.text()
 
 
 def test_unsigned_groups_are_refused_where_the_policy_asks_for_signatures(

@@ -235,7 +235,11 @@ def test_a_server_that_cannot_be_started_is_started_when_there_is_room(fuse: Rig
     server = fuse.server(target)
     host = procfs.stat(server).parent
     limits = resource.prlimit(host, resource.RLIMIT_NOFILE)
-    resource.prlimit(host, resource.RLIMIT_NOFILE, (3, limits[1]))
+    wait_until("the host to have nothing to do", lambda: procfs.stat(host).state == "S")
+    about = {int(fd): Path(f"/proc/{host}/fdinfo/{fd}").read_text() for fd in os.listdir(f"/proc/{host}/fdinfo")}
+    (last,) = (fd for fd, text in about.items() if f"\nPid:\t{server}\n" in text)
+    limit = next(fd for fd in range(last + 1) if fd not in about or fd == last)  # nor is what its end makes free of any use
+    resource.prlimit(host, resource.RLIMIT_NOFILE, (limit, limits[1]))
     try:
         end_processes([server])
         wait_until("the host to have tried", lambda: not os.path.exists(f"/proc/{server}") and procfs.stat(host).state == "S")

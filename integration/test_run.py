@@ -166,7 +166,14 @@ time.sleep(1000)
 """
 
 
-@pytest.mark.parametrize("command", ["ps", "quick", "ordinary", "init"])
+ANOTHER = """
+import sys, weenv
+with weenv.Environment.start(sys.argv[1], config=sys.argv[2]):
+    pass
+"""
+
+
+@pytest.mark.parametrize("command", ["ps", "quick", "ordinary", "init", "program"])
 def test_what_a_killed_program_leaves_is_gone_after_the_next_command(bench: Bench, command: str) -> None:
     bench.ok("run", "--rm", bench.plan, "--", "true")  # remembered now: the quick way takes it
     child = subprocess.Popen([sys.executable, "-c", PROGRAM, bench.plan, bench.config], stdout=subprocess.PIPE)
@@ -177,6 +184,8 @@ def test_what_a_killed_program_leaves_is_gone_after_the_next_command(bench: Benc
         child.kill()
     if command == "ps":
         assert name not in bench.ok("ps", "-a", "-q").split()
+    elif command == "program":
+        subprocess.run([sys.executable, "-c", ANOTHER, bench.plan, bench.config], check=True, timeout=120)
     else:
         bench.ok("run", "--rm", *{"quick": (), "ordinary": ("-i",), "init": ("--init",)}[command], bench.plan, "--", "true")
     assert name not in bench.node.containerd.ctr("containers", "ls", "-q", namespace=NAMESPACE).split()
@@ -278,6 +287,67 @@ def test_python_says_which_argument_is_wrong(bench: Bench) -> None:
         assert env.exec(["cat"], input="grüße").stdout == "grüße".encode()
         env.write_file("/tmp/text", "grüße")
         assert env.read_file("/tmp/text") == "grüße".encode()
+
+
+FORKED = """
+import os, sys, weenv
+
+def child(work):
+    if not (pid := os.fork()):
+        try:
+            work()
+        except weenv.WeenvError as error:
+            print(type(error).__name__, error.hint != "", flush=True)
+        except BaseException as error:
+            print(repr(error), flush=True)
+        os._exit(0)
+    print(os.waitpid(pid, 0)[1], flush=True)
+
+def own():
+    with weenv.Environment.start(sys.argv[1], config=sys.argv[2]) as env:
+        print(env.exec(["echo", "own"]).text, end="", flush=True)
+
+child(own)
+with weenv.Environment.start(sys.argv[1], config=sys.argv[2]) as env:
+    def used(): env.exec(["true"], timeout=5)
+    child(used)
+    child(env.close)
+    child(own)
+    print(env.exec(["echo", "still"]).text, end="", flush=True)
+child(own)
+try:
+    env.exec(["true"])
+except weenv.WeenvError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_forked_children_are_told_and_leave_their_parents_environments_alone(bench: Bench) -> None:
+    """multiprocessing forks by default up to Python 3.13; gRPC hangs or crashes in such a child."""
+    argv = [sys.executable, "-c", FORKED, bench.plan, bench.config]
+    done = subprocess.run(argv, check=True, capture_output=True, timeout=120)
+    told = ["ForkedError True", "0"]
+    wanted = ["own", "0", *told, "0", *told, "still", *told, "NoSuchEnvironment"]
+    assert done.stdout.decode().splitlines() == wanted, done.stderr
+    assert not bench.left()
+
+
+def test_an_environment_of_another_loop_is_left_to_it(bench: Bench) -> None:
+    async def start() -> weenv.AsyncEnvironment:
+        return await weenv.AsyncEnvironment.start(bench.plan, config=bench.loaded)
+
+    loop = asyncio.new_event_loop()
+    try:
+        env = loop.run_until_complete(start())
+        for use in (env.exec(["true"]), env.close()):
+            with pytest.raises(weenv.WeenvError, match="belongs to another event loop"):
+                asyncio.run(use)
+        loop.run_until_complete(env.close())
+        with pytest.raises(weenv.WeenvError, match="is closed"):
+            loop.run_until_complete(env.read_file("/etc/passwd"))
+    finally:
+        loop.close()
+    assert not bench.left()
 
 
 def test_what_feeds_a_command_and_fails_ends_it(bench: Bench) -> None:

@@ -51,6 +51,7 @@ _STEADY: Final = 1.0
 _LONGEST: Final = 5.0
 """Seconds between attempts, at most."""
 _KEPT_MAX: Final = 16
+_OURS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOCK: Final = "serve.lock"
 """Beside the sockets."""
 _PR_SET_PDEATHSIG: Final = 1
@@ -118,7 +119,7 @@ class Supervisor:
         inbox.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         woken, wake = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        for number in _OURS:
             signal.signal(number, lambda *_: None)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._poll.register(inbox, select.POLLIN)
@@ -181,6 +182,7 @@ class Supervisor:
             if child.lobby is not None:
                 child.channel, theirs = make_channel()
                 passed[f"{child.name}-waiting"] = theirs.fileno()
+            signal.pthread_sigmask(signal.SIG_BLOCK, _OURS)  # until those that are the child's would end it
             pid, child.handle = fork()
         except OSError as error:
             child.failures += 1
@@ -197,6 +199,7 @@ class Supervisor:
                     os._exit(127)
             child.pid = pid
         finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
             if theirs is not None:
                 theirs.close()
         child.ready_at, child.asked = None, False
@@ -208,6 +211,9 @@ class Supervisor:
         _libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
         if os.getppid() != self._pid:  # it is dead already
             os._exit(1)
+        for number in _OURS:
+            signal.signal(number, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _OURS)
         os.setsid()
         above = 100 + len(passed)
         for place, fd in enumerate([fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, above) for fd in passed.values()]):

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 
 from weenv.cli import install
+from weenv.cli import uninstall as removing
 from weenv.cli.main import cli
 from weenv.core.digest import sha256
 from weenv.core.errors import ConfigError
@@ -57,9 +58,9 @@ def swept() -> list[str]:
 def uninstall(config: str, tmp_path: Path, swept: list[str], monkeypatch: pytest.MonkeyPatch) -> Say:
     """The command on a node where ``told`` are the files that were put there."""
     tree = Live(str(tmp_path))
-    monkeypatch.setattr(install, "_tree", lambda *_a, **_k: tree)
-    monkeypatch.setattr(install, "booted", lambda: False)
-    monkeypatch.setattr(install, "_sweep", lambda settings, _lower: swept.append(settings.root))
+    monkeypatch.setattr(removing, "tree_of", lambda *_a, **_k: tree)
+    monkeypatch.setattr(removing, "booted", lambda: False)
+    monkeypatch.setattr(removing, "_sweep", lambda settings, _lower: swept.append(settings.root))
     (tmp_path / f".{tmp_path}/data").mkdir(parents=True)  # as the tree sees it
 
     def say(*arguments: str, told: tuple[str, ...] = (DROP_IN,), chosen: tuple[str, ...] = ()) -> str:
@@ -166,6 +167,6 @@ def test_no_mapped_ids_are_promised_on_the_fuse_plane(plane: str, remap: bool, t
 
 @pytest.mark.parametrize(("number", "words"), [(1, "1 container uses layers"), (2, "2 containers use layers")])
 def test_who_uses_layers_is_counted(number: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(install, "_using", lambda _root: ["/run/c"] * number)
+    monkeypatch.setattr(removing, "_using", lambda _root: ["/run/c"] * number)
     with pytest.raises(ConfigError, match=words):
-        install._refuse_while_used("/data")
+        removing._refuse_while_used("/data")

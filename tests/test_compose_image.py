@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from weenv.core.errors import FormatError, LimitError
 from weenv.environment.compose import compose_image
 from weenv.environment.merge import ConflictError, join_paths, merge_configs, platform_of
 from weenv.environment.model import Amount, Plan, PlanConfig, Resources
-from weenv.layer.verify import SOURCE_ANNOTATION, LayerDescriptor
+from weenv.layer.verify import PREFETCH_ANNOTATION, SOURCE_ANNOTATION, LayerDescriptor
 from weenv.plugin.nri.config import ElasticConfig
 from weenv.plugin.nri.creation import asked, said_by
 from weenv.plugin.nri.model import Quota
@@ -42,6 +43,20 @@ def merged(*groups: ResolvedGroup, **config: Any) -> dict[str, Any]:
 
 def env_of(config: dict[str, Any]) -> dict[str, str]:
     return dict(item.split("=", 1) for item in config["Env"])
+
+
+def test_a_layers_profile_comes_along_unless_no_label_could_hold_it() -> None:
+    ref = layer("a0")
+    fits, huge = "1,AAAA", "1," + "A" * 5000
+    for value, lazy in ((fits, True), (huge, True), (fits, False)):
+        made = replace(ref, annotations={**(ref.annotations if lazy else {}), PREFETCH_ANNOTATION: value})
+        low = replace(group("a"), layers=(made,))
+        image = compose_image(Plan("p", ()), [low])
+        kept = value if value == fits and lazy else None
+        parsed = parse_manifest(image.manifest)
+        assert isinstance(parsed, Manifest)
+        assert parsed.layers[0].annotations.get(PREFETCH_ANNOTATION) == kept
+        assert image.layers[0].labels("c").get(PREFETCH_ANNOTATION) == kept
 
 
 def test_variables_override_and_search_paths_join() -> None:

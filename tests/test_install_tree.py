@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from weenv.cli.install import _purge
+from weenv.cli.uninstall import _purge
 from weenv.core.errors import ConfigError
 from weenv.systemd.install.files import Settings
 from weenv.systemd.install.tree import Tree

@@ -190,6 +190,25 @@ async def test_all_layers_are_worked_on_at_the_first_prepare(root: str, registry
         assert await pull == []
 
 
+async def test_a_layers_profile_is_put_beside_it_and_the_latest_counts(
+    root: str, registry: SimulatedRegistry, images: Images
+) -> None:
+    layer = images.file("a")
+
+    def profiled(value: str) -> Layer:
+        return replace(layer, annotations={**layer.annotations, "containerd.io/snapshot/weenv.prefetch": value})
+
+    async with node(root, registry) as n:
+        for number, (value, expected) in enumerate([("1,AAAA", "1,AAAA"), ("whatever", "whatever"), ("", "whatever")]):
+            ns = n.containerd.namespace(f"n{number}")
+            assert await ns.pull(images.image([profiled(value)])) == [], "lazy whatever it says"
+            assert n.dirs.prefetch(layer.digest) == expected
+            (snapshot,) = [info async for block in n.core.list([]) for info in block]
+            await n.core.remove(snapshot.name)
+        assert await n.containerd.namespace("long").pull(images.image([profiled("1," + "A" * 5000)])) == []
+        assert n.dirs.prefetch(layer.digest) == "whatever", "what no label holds is none"
+
+
 async def test_without_cri_labels_layers_need_a_source_annotation(
     root: str, registry: SimulatedRegistry, images: Images
 ) -> None:

@@ -100,9 +100,9 @@ class OneLayer:
 
 
 @contextlib.asynccontextmanager
-async def lazy(root: str) -> AsyncIterator[tuple[Direct, OneLayer]]:
+async def lazy(root: str, spares: int = 0) -> AsyncIterator[tuple[Direct, OneLayer]]:
     layers = OneLayer(root)
-    async with direct(root, layers) as service:
+    async with direct(root, layers, spares=spares) as service:
         store = service.core.store
         for number, ref in enumerate("abc", 1):
             assert store.layer("sha256:" + ref * 64, "").id == number
@@ -134,6 +134,26 @@ async def test_a_lazy_layer_is_committed_within_prepare(root: str) -> None:
         await service.remove("chain-b")
         await service.cleanup()
         assert [item.name for item in await service.list()] == ["chain-a"]
+
+
+async def test_a_container_that_begins_is_told_of_and_a_pull_or_a_view_is_not(root: str) -> None:
+    async with lazy(root, 4) as (service, layers):
+        service.core.recover()
+        for number, name in enumerate(("chain-a", "chain-b")):
+            with refused("ALREADY_EXISTS"):
+                await service.prepare(f"ns/{number}/extract {name}", "chain-a" * number, ref(name))
+        await service.prepare("ns/3/extract chain-x", "chain-b", ref("chain-x"))  # an ordinary layer is unpacked
+        await service.prepare("ns/4/extract sha256:4", "chain-b")  # by a client that does not say so
+        await service.view("v", "chain-b")
+        await service.prepare("empty", "")
+        assert layers.begun == []
+        await service.prepare("c", "chain-b")
+        assert layers.begun == [frozenset({1, 2})]
+        await service.prepare("d", "chain-a")
+        assert layers.begun[1:] == [frozenset({1})]
+        await ready(service.core, 1)
+        assert service.core.prepare_now([("e", "chain-b", {}), ("f", "chain-b", ref("chain-y"))])[0]
+        assert layers.begun[2:] == [frozenset({1, 2})]
 
 
 async def test_a_second_namespace_finds_the_same_snapshot(root: str) -> None:

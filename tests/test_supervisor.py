@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,12 +173,21 @@ def test_a_daemon_that_cannot_be_started_is_started_when_there_is_room(place: Pl
     parent = place.start(greeted="mute")
     eventually(place.begun)
     limits = resource.prlimit(parent.pid, resource.RLIMIT_NOFILE)
-    resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (3, limits[1]))
+    resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, (5, limits[1]))  # no fewer than it polls (poll(2), EINVAL)
     os.kill(place.begun()[0][1], signal.SIGKILL)
     eventually(lambda: "greeted cannot be started" in place.said())
     resource.prlimit(parent.pid, resource.RLIMIT_NOFILE, limits)
     eventually(lambda: len(place.begun()) == 2)
     assert parent.poll() is None
+
+
+def test_a_daemon_that_is_told_to_end_as_soon_as_it_is_there_ends(place: Place) -> None:
+    for _ in range(5):
+        parent = place.start(one="mute")
+        eventually(Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text)
+        parent.terminate()
+        assert parent.wait(60) == 0
+    assert "does not end" not in place.said()
 
 
 def test_a_crowd_that_has_gone_keeps_nobody_from_being_greeted(place: Place) -> None:

@@ -28,6 +28,7 @@ from weenv.environment.composeconfig import compose_config
 from weenv.environment.gateway.blobs import Blobs
 from weenv.environment.gateway.config import GatewayConfig, parse_address
 from weenv.environment.gateway.http import Server
+from weenv.environment.gateway.idle import Idle, most_connections
 from weenv.environment.gateway.metrics import Metrics
 from weenv.environment.gateway.service import Gateway
 from weenv.environment.gateway.store import Store
@@ -122,6 +123,9 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
         )  # fmt: skip
         await runner.setup()
         exits.push_async_callback(runner.cleanup)
+        assert runner.server is not None
+        watch = asyncio.ensure_future(Idle(runner.server, server.busy, most_connections()).watch())
+        exits.callback(watch.cancel)
         if config.metrics_address:
             exits.callback(MetricsEndpoint(metrics, config.metrics_address).close)
         address = await _listen(runner, config, inherited)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Mapping
 
 from aiohttp import web
+from aiohttp.web_protocol import RequestHandler
 
 from weenv.core.errors import ConfigError, NotFoundInSource, UnavailableError, WeenvError
 from weenv.core.log import printable
@@ -101,7 +102,8 @@ class Server:
         self._metrics = metrics
         self._config = gateway.config
         self._users = read_users(self._config.users_file) if self._config.users_file else None
-        self._active = 0
+        self.busy: set[RequestHandler] = set()
+        """Connections that a request is being answered on."""
         self.app = web.Application(client_max_size=1)
         self.app.router.add_route("*", "/{path:.*}", self.handle)
 
@@ -109,8 +111,8 @@ class Server:
         """One request."""
         begin = time.monotonic()
         kind, status = "other", 499
-        self._active += 1
-        self._metrics.active.set(self._active)
+        self.busy.add(request.protocol)
+        self._metrics.active.set(len(self.busy))
         try:
             try:
                 question = self._admit(request)
@@ -126,8 +128,8 @@ class Server:
             status = answer.status
             return answer
         finally:
-            self._active -= 1
-            self._metrics.active.set(self._active)
+            self.busy.discard(request.protocol)
+            self._metrics.active.set(len(self.busy))
             self._metrics.requests.labels(kind=kind, status=str(status)).inc()
             self._metrics.seconds.labels(kind=kind).observe(time.monotonic() - begin)
             log.debug(
@@ -140,7 +142,7 @@ class Server:
 
     def _admit(self, request: web.Request) -> Question:
         """What is asked, by somebody who may. Raises Refused."""
-        if self._active > self._config.requests:
+        if len(self.busy) > self._config.requests:
             raise Refused(429, "TOOMANYREQUESTS", "too many requests at a time")
         if self._users is not None and not _known(self._users, request.headers.get("Authorization", "")):
             raise Refused(401, "UNAUTHORIZED", "authentication required")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import os
 import re
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from weenv.core.errors import WeenvError
+from weenv.core.errors import ForkedError, WeenvError
 from weenv.core.rights import remedy
 from weenv.core.unixsocket import listens
 from weenv.plugin.containerd.schema import EMPTY, SCHEMA, SNAPSHOTS_METHODS, SNAPSHOTS_SERVICE
@@ -88,9 +89,21 @@ def _translate(error: grpc.aio.AioRpcError, method: str, address: str) -> Contai
 
 
 class Client:
-    """A connection to one containerd. Use as ``async with Client(address) as client``."""
+    """A connection to one containerd. Use as ``async with Client(address) as client``.
+
+    Raises ForkedError in a process that was forked from one that had made any.
+    """
+
+    _process = 0
+    """The process that uses gRPC: its threads, and locks that they hold, make it hang or crash in a forked child."""
 
     def __init__(self, address: str = DEFAULT_ADDRESS) -> None:
+        if Client._process not in (0, os.getpid()):
+            raise ForkedError(
+                "this process was forked from one that had used containerd",
+                hint="use multiprocessing's 'spawn' or 'forkserver', or fork before the first environment is started",
+            )
+        Client._process = os.getpid()
         self.address = address
         self._channel = grpc.aio.insecure_channel(
             "unix:" + address,

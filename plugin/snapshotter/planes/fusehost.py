@@ -261,8 +261,8 @@ class Host:
             for fd in (*self._own, *self.clients, *self.servers, *(each.fuse for each in (*self.kept.values(), *self.orphans))):
                 os.close(fd)
             code = work()
-        except Exception:
-            log.exception("a layer's server failed")
+        except Exception as error:
+            log.exception("a layer's server failed: %s", error)
         finally:
             os._exit(code)  # no clean-up that was the host's
 

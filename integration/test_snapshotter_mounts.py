@@ -30,11 +30,11 @@ from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.implied import attributes_below
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
 from weenv.plugin.snapshotter.layers import Layers
+from weenv.plugin.snapshotter.lazylayers import NoLazyLayers
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Variant, variant_of
 from weenv.plugin.snapshotter.planes.erofs import ErofsPlane
-from weenv.plugin.snapshotter.service import NoLazyLayers
 from weenv_testkit.images import Member, write_tar, xattr
 from weenv_testkit.procs import unmount_under
 

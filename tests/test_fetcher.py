@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
+import threading
 import time
+import weakref
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from weenv.core.errors import NotFoundInSource, SourceError, StorageError, UnavailableError
+from weenv.layer.toc import Frames
 from weenv.layer.verify import verify_frame
 from weenv.plugin.snapshotter.cache.present import Presence
 from weenv.plugin.snapshotter.cache.store import DataStore
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
-from weenv.plugin.snapshotter.fetch.flight import AHEAD, FILL, FetchLayer, FetchSettings, FutureWaiter
+from weenv.plugin.snapshotter.fetch.flight import AHEAD, FILL, FetchLayer, FetchSettings, Flight, FutureWaiter
 from weenv_testkit.synthetic import SyntheticLayer, make_layer, payload
 
 LAYER = make_layer([("big", payload(4 << 20, 1))], target=64 << 10)
@@ -403,15 +408,25 @@ async def test_read_ahead_that_fails_tells_nobody_and_is_tried_again_on_demand(t
 
 async def test_who_asks_while_a_read_ahead_is_given_up_is_no_victim_of_that(tmp_path: Path) -> None:
     """Between the decision to drop a failed read-ahead and the end of its flight a reader may join it, in another thread."""
-    async with bench(tmp_path, SimulatedSource(LAYER.blob, delay=0.05)) as b:
+    failures = iter([UnavailableError("once")])
+
+    def once(offset: int, length: int) -> int:
+        for error in failures:
+            raise error
+        return length
+
+    async with bench(tmp_path, SimulatedSource(LAYER.blob, fault=once)) as b:
+        waiter, end = FutureWaiter(), b.fetcher._fail
+
+        def join_first(flight: Flight, reason: str, again_in: float = float("inf")) -> None:
+            b.fetcher.request(b.layer, [flight.frame], waiter)
+            end(flight, reason, again_in)
+
+        b.fetcher._fail = join_first  # type: ignore[method-assign]
         b.fetcher.want(b.layer, [3], AHEAD)
-        while 3 not in b.layer.flights or not b.fetcher.running:
+        assert (await waiter.future)[3] == LAYER.stream[b.layer.contents[3] : b.layer.contents[4]]
+        while 3 in b.layer.flights:
             await asyncio.sleep(0.001)
-        flight = b.layer.flights[3]
-        reader = asyncio.ensure_future(b.get(3))
-        await asyncio.sleep(0)
-        b.fetcher._fail(flight, "dropped", again_in=0.01)
-        await reader
         assert "eio" not in b.fetcher.stats.errors
         assert b.fetcher.demanded == 0
 
@@ -488,6 +503,62 @@ async def test_ranged_reads_pause_while_decoders_are_behind(tmp_path: Path) -> N
         b.fetcher._verify = slow_verify
         await b.get(*range(COUNT))
         assert behind <= (256 << 10) * 3  # two ranges run, each stops after the piece that went over
+
+
+def swollen(length: int, content: int = 512, count: int = 40) -> SyntheticLayer:
+    """Frames of ``length`` bytes that hold ``content`` bytes each, as a TOC of another format may promise."""
+    frames = Frames(
+        np.full(count, length, np.uint32), np.full(count, content, np.uint32), np.zeros((count, 32), np.uint8)
+    )  # fmt: skip
+    return replace(LAYER, blob=bytes(length * count), stream=bytes(content * count), frames=frames)
+
+
+async def test_what_waits_for_decoders_is_weighed_as_it_came(tmp_path: Path) -> None:
+    """Not by the little that it holds."""
+    gate = threading.Event()
+
+    def verify(frames: object, number: int, data: bytes) -> bytes:
+        assert gate.wait(30)
+        return bytes(512)
+
+    layer = swollen(64 << 10)
+    source = SimulatedSource(layer.blob, chunk=64 << 10)
+    async with bench(tmp_path, source, layer=layer, backlog=256 << 10, range_max=1, parallelism=2) as b:
+        b.fetcher._verify = verify
+        getting = asyncio.create_task(b.get(*range(40)))
+        async with asyncio.timeout(30):
+            while b.fetcher._drained.is_set():
+                await asyncio.sleep(0.001)
+        assert len(source.requests) <= 8
+        gate.set()
+        await getting
+        assert b.fetcher._backlog == b.fetcher._coming == 0
+
+
+async def test_ranged_reads_in_flight_have_a_bound_in_bytes(tmp_path: Path) -> None:
+    layer = swollen(64 << 10, count=12)
+    source = SimulatedSource(layer.blob, delay=0.01)
+    async with bench(tmp_path, source, layer=layer, coming=100 << 10, range_max=1, parallelism=8) as b:
+        b.fetcher._verify = lambda *_: bytes(512)
+        await b.get(*range(12))
+        assert (source.most, b.fetcher._coming) == (2, 0)
+
+
+async def test_decoders_with_nothing_to_do_hold_no_layer(tmp_path: Path) -> None:
+    """Its descriptors are closed when the last one drops it."""
+    async with bench(tmp_path, SimulatedSource(LAYER.blob)) as b:
+        await b.get(0, 1)
+        held = FetchLayer("other", LAYER.frames, b.layer.presence, b.layer.store, b.layer.sources)
+        other = weakref.ref(held)
+        b.layer.presence.lose([5])
+        waiter = FutureWaiter()
+        b.fetcher.request(held, [5], waiter)
+        await waiter.future
+        del held
+        async with asyncio.timeout(30):
+            while other() is not None:
+                gc.collect()
+                await asyncio.sleep(0.01)
 
 
 async def test_frames_that_readers_wait_for_are_decoded_before_the_others(tmp_path: Path) -> None:

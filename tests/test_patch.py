@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from weenv.core.errors import FormatError, LimitError
 from weenv.environment.mutate.budget import Budget
 from weenv.environment.mutate.delta import apply_delta, decode_line, inflate, object_name
-from weenv.environment.mutate.patch import Content, PatchError, _Parser, apply_hunks, apply_patches, parse_patch, sources
+from weenv.environment.mutate.patch import PatchError, _Parser, parse_patch
+from weenv.environment.mutate.patchapply import Content, apply_hunks, apply_patches, sources
 
 ENV = {
     "PATH": os.environ["PATH"], "HOME": "/nonexistent", "GIT_CONFIG_NOSYSTEM": "1", "LC_ALL": "C",

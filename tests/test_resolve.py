@@ -682,6 +682,32 @@ async def test_the_formats_of_others_can_be_turned_off(root: str, registry: Simu
         assert registry.count("registry") == 0 and n.fallbacks() == {"not-converted": 1}
 
 
+@pytest.mark.parametrize("make", [zstd_chunked, estargz])
+async def test_turning_them_off_and_on_leaves_what_is_there(
+    root: str, registry: SimulatedRegistry, images: Images, make: Callable[[bytes], Blob]
+) -> None:
+    """What was pulled while it was on goes on, and is shared; other chains with the layer are unpacked until it is on again."""
+    layer = images.foreign(make, Member("a", b"a" * 3000))
+    image, second, third = (images.image([*below, layer]) for below in ([], [images.file("b")], [images.file("c")]))
+    async with node(root, registry) as n:
+        assert await n.containerd.namespace("on").pull(image) == []
+        names = n.containerd.names
+    asked = registry.count("registry", part=layer.digest)
+    async with node(root, registry, foreign=False) as n:
+        n.containerd.names = names
+        await n.layers.tend_once()
+        (path,) = lowers_of(await n.containerd.namespace("on").run("c", image.chain()[0]))
+        assert os.listdir(path) == ["a"]
+        assert await n.containerd.namespace("off").pull(image) == []
+        assert await n.containerd.namespace("off").pull(second) == [layer.digest]
+        assert n.fallbacks() == {"not-converted": 1}
+    async with node(root, registry) as n:
+        n.containerd.names = names
+        await n.layers.tend_once()
+        assert await n.containerd.namespace("again").pull(third) == []
+    assert registry.count("registry", part=layer.digest) == asked, "of the layer nothing is fetched again"
+
+
 async def test_a_client_that_does_not_name_the_image(root: str, registry: SimulatedRegistry, images: Images) -> None:
     layer = images.foreign(estargz, Member("a"))
     async with node(root, registry) as n:

@@ -17,12 +17,12 @@ from dataclasses import replace
 
 from weenv.core.errors import FormatError, LimitError, SourceError
 from weenv.environment.model import Mutation
-from weenv.environment.mutate import patch as patches
 from weenv.environment.mutate.budget import Budget
 from weenv.environment.mutate.changes import Changes, Node
 from weenv.environment.mutate.gitcheckout import checkout
 from weenv.environment.mutate.gitrepo import Read
-from weenv.environment.mutate.patch import Content, FilePatch
+from weenv.environment.mutate.patch import FilePatch, parse_patch
+from weenv.environment.mutate.patchapply import Content, apply_patches, sources
 from weenv.environment.mutate.view import Path, PathError, text
 from weenv.layer import tarwrite
 from weenv.layer.encode import EncodedLayer, encode_layer
@@ -127,15 +127,15 @@ async def _patch(mutation: Mutation, changes: Changes, read: Read) -> None:
     budget = Budget()
     data = mutation.patch.encode("utf-8", "surrogateescape")
     # In a thread, as whoever serves others meanwhile (the gateway) has one loop for all of them.
-    parsed = await asyncio.to_thread(patches.parse_patch, data, mutation.strip, budget)
+    parsed = await asyncio.to_thread(parse_patch, data, mutation.strip, budget)
     directory, node = changes.resolve(mutation.directory)
     if node is None or node.kind != DIRECTORY:
         raise PathError("is no directory", member=text(directory), hint="directory says where the patch is applied")
-    names = sorted(patches.sources(parsed))
+    names = sorted(sources(parsed))
     nodes = {name: _patchable(changes, directory, name) for name in names}
     replace(budget).spend(sum(node.source.size for node in nodes.values() if node is not None and node.source is not None))
     contents = await asyncio.gather(*(_content(there, read) for there in nodes.values()))
-    after = await asyncio.to_thread(patches.apply_patches, parsed, dict(zip(names, contents, strict=True)), budget)
+    after = await asyncio.to_thread(apply_patches, parsed, dict(zip(names, contents, strict=True)), budget)
     origin: dict[bytes, FilePatch] = {patch.new: patch for patch in parsed if patch.new is not None and patch.moved}
     for name, content in after.items():
         if content is None and nodes[name] is not None:

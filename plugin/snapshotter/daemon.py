@@ -17,10 +17,11 @@ from weenv.core.endpoint import MetricsEndpoint
 from weenv.core.errors import WeenvError
 from weenv.core.process import only_instance, stop_signals
 from weenv.plugin.snapshotter.config import SnapshotterConfig
+from weenv.plugin.snapshotter.lazylayers import LazyLayers, NoLazyLayers
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.rpc import listen, make_server
-from weenv.plugin.snapshotter.service import LazyLayers, NoLazyLayers, Snapshotter
+from weenv.plugin.snapshotter.service import Snapshotter
 from weenv.systemd import notify
 
 log = logging.getLogger(__name__)

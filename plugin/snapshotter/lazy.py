@@ -15,6 +15,7 @@ from weenv.plugin.snapshotter.builder import Builder
 from weenv.plugin.snapshotter.config import SnapshotterConfig
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.layers import Layers
+from weenv.plugin.snapshotter.lazylayers import LazyLayers, NoLazyLayers
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.planes.base import Plane
@@ -22,7 +23,6 @@ from weenv.plugin.snapshotter.planes.choose import FUSE, choose
 from weenv.plugin.snapshotter.planes.erofs import ErofsPlane
 from weenv.plugin.snapshotter.planes.fuse import FusePlane
 from weenv.plugin.snapshotter.resolve import Resolver
-from weenv.plugin.snapshotter.service import LazyLayers, NoLazyLayers
 from weenv.plugin.snapshotter.starts import Starts
 from weenv.registry.client import RegistryClient
 
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 
 class Lazy:
-    """:class:`~weenv.plugin.snapshotter.service.LazyLayers` out of layers and resolver."""
+    """:class:`~weenv.plugin.snapshotter.lazylayers.LazyLayers` out of layers and resolver."""
 
     def __init__(self, layers: Layers, resolver: Resolver, starts: Starts) -> None:
         self._layers = layers

@@ -21,10 +21,11 @@ from simulator.containerd import Backend
 from weenv.plugin.containerd.client import Client, ContainerdError
 from weenv.plugin.containerd.types import Kind, Mount, SnapshotInfo, Usage
 from weenv.plugin.snapshotter import mounts
+from weenv.plugin.snapshotter.lazylayers import LazyLayers
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.metrics import Metrics
 from weenv.plugin.snapshotter.rpc import listen, make_server, status_of
-from weenv.plugin.snapshotter.service import LazyLayers, Snapshotter
+from weenv.plugin.snapshotter.service import Snapshotter
 
 
 class Service(Backend, Protocol):

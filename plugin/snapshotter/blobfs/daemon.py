@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from weenv.core.aio import KEEP_NAME, Background, expect_many
 from weenv.core.endpoint import MetricsEndpoint
-from weenv.core.errors import ConfigError, MountError, StorageError, WeenvError
+from weenv.core.errors import ConfigError, LimitError, MountError, StorageError, WeenvError
 from weenv.core.rights import AS_ROOT, remedy
 from weenv.core.unixsocket import bind_private, clear_path
-from weenv.layer.tail import FrameIndex
+from weenv.layer.tail import FrameIndex, content_size
 from weenv.layer.verify import verify_frame, verify_frames, verify_tail
 from weenv.plugin.snapshotter.blobfs import holder, wire
 from weenv.plugin.snapshotter.blobfs.complete import Completion
@@ -64,8 +64,13 @@ def read_tail(tail: bytes, source: LayerSource) -> FrameIndex:
     return verify_frames(tail, source.descriptor())
 
 
-def read_extents(tail: bytes, source: LayerSource) -> Extents:
-    """Where the large files lie. Raises FormatError."""
+def read_extents(tail: bytes, source: LayerSource, most: int) -> Extents:
+    """Where the large files lie. Raises FormatError; LimitError where the table of contents has more than ``most`` bytes.
+
+    Looking at one takes four to eight times as much memory as it has bytes, in the process that serves all layers.
+    """
+    if (size := content_size(tail)) > most:
+        raise LimitError(f"it has {size} bytes", hint="raise [blobfs] layers_memory, if the image is worth it")
     return Extents.of(verify_tail(tail, source.descriptor()))
 
 
@@ -291,7 +296,8 @@ class Daemon:
     async def _load_extents(self, layer: Layer) -> None:
         def load() -> None:
             with open(os.path.join(layer.path, "toc"), "rb") as file:
-                extents = read_extents(file.read(layer.source.toc_length + 1), layer.source)
+                tail = file.read(layer.source.toc_length + 1)
+            extents = read_extents(tail, layer.source, self.config.layers_memory // 4)
             layer.read_ahead.extents = extents
             if layer.source.toc_length > _LARGE_TAIL:
                 give_back()
@@ -303,7 +309,7 @@ class Daemon:
         except (OSError, WeenvError) as error:
             log.warning(
                 "no read-ahead for a layer: its table of contents cannot be read",
-                extra={"layer": layer.name, "error": str(error)},
+                extra={"layer": layer.name, "error": str(error), "hint": getattr(error, "hint", "")},
             )
 
     def _on_damage(self, damage: DamagedTail, unique: int) -> None:

@@ -86,6 +86,7 @@ class Fetcher:
         self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._paused: dict[Flight, asyncio.TimerHandle] = {}
+        self._coming = 0  # bytes of ranged reads in flight
         self._backlog = 0
         self._drained = asyncio.Event()
         self._drained.set()
@@ -244,6 +245,7 @@ class Fetcher:
                 if not flights:
                     return
                 self._running[priority] += 1
+                self._coming += _length(flights)
                 self.stats.ranges += 1
             task = self._loop.create_task(self._run(flights, priority))
             self._tasks.add(task)
@@ -253,6 +255,8 @@ class Fetcher:
         """The flights of the next ranged read, now active, and its priority; none where nothing may start. Locked."""
         settings, running = self.settings, self._running
         total = sum(running)
+        if self._coming >= settings.coming:
+            return [], 0
         for priority, pending in enumerate(self._queues):
             if priority == DEMAND:
                 allowed = total < settings.parallelism
@@ -347,6 +351,7 @@ class Fetcher:
         finally:
             with self._lock:
                 self._running[priority] -= 1
+                self._coming -= _length(flights)
                 closed = self._closed
             if done == len(flights):
                 layer.preferred = number
@@ -392,7 +397,7 @@ class Fetcher:
 
     def _queue_decode(self, flight: Flight, data: bytes, source: int) -> None:
         with self._lock:
-            self._backlog += int(flight.layer.frames.content_sizes[flight.frame])
+            self._backlog += _weight(flight)
             if self._backlog > self.settings.backlog:
                 self._drained.clear()
         self._work.put((flight, data, source), urgent=flight.priority == DEMAND)
@@ -404,27 +409,28 @@ class Fetcher:
         while (item := self._work.get()) is not None:
             if isinstance(item, _Flush):
                 self.shelf.flush()
-                continue
-            flight, data, source = item
-            layer, frame = flight.layer, flight.frame
-            try:
-                content = self._verify(layer.frames, frame, data)
-                del data
-                self._answer(flight, content)  # before the disk gets it: the reader goes on meanwhile
-                self._land(flight, content, self.shelf.save(layer, frame, content))
-                del content
-            except FormatError as error:
-                with self._lock:
-                    self.stats.error("digest")
-                fields = {"layer": layer.name, "frame": frame, "source": str(layer.sources[source]), "error": str(error)}
-                layer.went_wrong("digest", error)
-                log.warning("a source sent a bad frame", extra=fields)
-                self._loop_call(partial(self._wrong, flight, source, error))
-            except Exception as error:
-                log.exception("a decoder failed", extra={"layer": layer.name, "frame": frame})
-                self._loop_call(partial(self._fail, flight, f"unexpected {error!r}"))
-            finally:
-                self._settle(int(layer.frames.content_sizes[frame]))
+            else:
+                self._decode_one(*item)
+            del item  # with its layer, and perhaps 128 MiB, for as long as nothing else is to be done
+
+    def _decode_one(self, flight: Flight, data: bytes, source: int) -> None:
+        layer, frame = flight.layer, flight.frame
+        try:
+            content = self._verify(layer.frames, frame, data)
+            self._answer(flight, content)  # before the disk gets it: the reader goes on meanwhile
+            self._land(flight, content, self.shelf.save(layer, frame, content))
+        except FormatError as error:
+            with self._lock:
+                self.stats.error("digest")
+            fields = {"layer": layer.name, "frame": frame, "source": str(layer.sources[source]), "error": str(error)}
+            layer.went_wrong("digest", error)
+            log.warning("a source sent a bad frame", extra=fields)
+            self._loop_call(partial(self._wrong, flight, source, error))
+        except Exception as error:
+            log.exception("a decoder failed", extra={"layer": layer.name, "frame": frame})
+            self._loop_call(partial(self._fail, flight, f"unexpected {error!r}"))
+        finally:
+            self._settle(_weight(flight))
 
     def _settle(self, size: int) -> None:
         with self._lock:
@@ -579,6 +585,18 @@ class Fetcher:
             self._work.put(None)
         for thread in self._decoders:
             await asyncio.to_thread(thread.join)
+
+
+def _weight(flight: Flight) -> int:
+    """Bytes of memory that a frame takes on its way, about."""
+    frames, number = flight.layer.frames, flight.frame
+    return max(int(frames.content_sizes[number]), int(frames.compressed_sizes[number]))
+
+
+def _length(flights: list[Flight]) -> int:
+    """Bytes of the ranged read that brings these."""
+    starts = flights[0].layer.starts
+    return starts[flights[-1].frame + 1] - starts[flights[0].frame]
 
 
 def _kind(error: WeenvError) -> str:

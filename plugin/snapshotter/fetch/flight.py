@@ -72,7 +72,10 @@ class FetchSettings:
     """After an EIO, how long further readers of that frame get EIO without another attempt."""
     decoders: int = 2
     backlog: int = 32 << 20
-    """Content bytes that may wait for a decoder before ranged reads pause."""
+    """Bytes that may wait for a decoder before ranged reads pause; of a frame its content's or its own, whichever are more."""
+    coming: int = 256 << 20
+    """Bytes of ranged reads in flight from which on no other is begun. The usual ones have a tenth of it together; a range of
+    eStargz or zstd:chunked may have 128 MiB, whatever content comes of it."""
     memory: int = 32 << 20
     """Content bytes kept in memory while the disk is full."""
 

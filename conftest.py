@@ -15,6 +15,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     machine's, but for those in a guest; each file of the others is one. The largest group is handed out first, so one process
     does nothing else.
     """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
     for item in items:
         real = "integration" in item.path.parts and item.get_closest_marker("guest") is None
         item.add_marker(pytest.mark.xdist_group("integration" if real else item.path.stem))

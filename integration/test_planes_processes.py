@@ -349,7 +349,7 @@ def test_reads_wait_for_the_next_blobfs(fuse: Rig, large: tuple[str, bytes]) -> 
     wait_until("the reader to wait", lambda: _waits(fuse.server(target)))
     fuse.blobfs.end(signal.SIGKILL)
     fuse.blobfs.start()
-    reader.join(30)
+    reader.join(60)
     assert got == [content]
 
 

@@ -103,7 +103,7 @@ def test_what_one_node_reads_another_fetches_before_it_is_read(
     namespace = second.pull(profiled)
     assert frames(second, "prefetch") == 0, "a pull stays metadata only"
     assert second.shell(profiled, "echo started", namespace) == "started\n"
-    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 30)
+    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 60)
     assert frames(second, "prefetch") == rows[1]["node"]["frames"], "nothing else has read of that layer yet"
     mark = registry.mark()
     assert second.shell(profiled, SCRIPT, namespace) == EXPECTED
@@ -142,7 +142,7 @@ def test_an_environment_composed_of_a_profiled_group_prefetches(
     run(*cli, "copy", profiled, copied)
     second = make_node()
     assert environment(second, copied, "echo started") == "started\n"
-    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 30)
+    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 60)
     mark = registry.mark()
     assert environment(second, copied, SCRIPT) == EXPECTED
     manifest, _ = registry.manifest(f"{image}-copy", "1")

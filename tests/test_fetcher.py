@@ -518,7 +518,7 @@ async def test_what_waits_for_decoders_is_weighed_as_it_came(tmp_path: Path) -> 
     gate = threading.Event()
 
     def verify(frames: object, number: int, data: bytes) -> bytes:
-        assert gate.wait(30)
+        assert gate.wait(60)
         return bytes(512)
 
     layer = swollen(64 << 10)

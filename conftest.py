@@ -1,11 +1,32 @@
-"""For all tests: what one test does to the process's logging is undone before the next."""
+"""For all tests: which process they run in, and what one does to that process's logging is undone before the next."""
 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 
 import pytest
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With ``-n 2 --dist loadgroup``: tests with real parts are one group, because they measure and count what is the whole
+    machine's, but for those in a guest; each file of the others is one. The largest group is handed out first, so one process
+    does nothing else.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        return
+    for item in items:
+        real = "integration" in item.path.parts and item.get_closest_marker("guest") is None
+        item.add_marker(pytest.mark.xdist_group("integration" if real else item.path.stem))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Tests of code alone that run beside tests with real parts let these have the processor."""
+    if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
+        os.setpriority(os.PRIO_PROCESS, 0, 0 if "integration" in item.path.parts else 5)
 
 
 @pytest.fixture(autouse=True)

@@ -67,18 +67,28 @@ def _check_reach(tree: Tree, program: str) -> None:
 def _containerd_line(tree: Tree, given: str | None, main: str) -> int:
     """containerd's major version; 0 where the system has none. Raises ConfigError where it cannot be told."""
     if given:
-        if not (named := re.match(r"v?([12])(\.|$)", given)):
+        if not (named := re.match(r"v?([12])(?:\.(\d+)|$)", given)):
             raise ConfigError(f"--containerd-version: {given!r} is none that weenv knows", hint="such as 1.7 or 2.1")
-        return int(named[1])
+        return _usable_line(named)
     program = next((found for place in _PLACES if os.access(found := tree.host(f"{place}/containerd"), os.X_OK)), "")
     if program:
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
-            if version := re.search(r"\sv?([12])\.\d+", said):
-                return int(version[1])
+            if version := re.search(r"\sv?([12])\.(\d+)", said):
+                return _usable_line(version)
     if not program and tree.read(main) is None:
         return 0
     raise ConfigError("cannot tell which containerd this is", hint="name it: --containerd-version 1.7, or 2.1")
+
+
+def _usable_line(version: re.Match[str]) -> int:
+    major, minor = int(version[1]), int(version[2] or 7)
+    if (major, minor) < (1, 7):
+        raise ConfigError(
+            f"containerd {major}.{minor} is too old: its snapshotters cannot tell lazy layers",
+            hint="install 1.7 or newer: Debian 13's containerd, the project's release, or docker's containerd.io",
+        )
+    return major
 
 
 def _kernel() -> tuple[int, ...]:

@@ -86,6 +86,9 @@ def _blobfs_line(answer: dict[str, Any] | None) -> str:
         evicted = sum(cache.get("evicted_bytes", {}).values())
         line += f", {render.size(evicted)} evicted since it began" if evicted else ""
         line += ", over its bound and nothing can be evicted" if cache.get("stuck") else ""
+    if count := (answer.get("frames") or {}).get("prefetch", 0):
+        line += f"; by profiles: {render.counted(count, 'frame')}, {answer.get('prefetch_used', 0)} of them read since"
+        line += ", more on their way" if answer.get("prefetching") else ""
     return line
 
 

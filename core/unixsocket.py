@@ -9,6 +9,7 @@ import stat
 import struct
 import time
 
+from weenv.core.accepting import Entrance
 from weenv.core.errors import ConfigError
 
 _CREDENTIALS = struct.Struct("iII")
@@ -80,6 +81,15 @@ def is_trusted(peer: socket.socket) -> bool:
     """Whether who connected (unix(7), SO_PEERCRED) is root or the user that this process is."""
     uid: int = _CREDENTIALS.unpack(peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))[1]
     return uid in (0, os.geteuid())
+
+
+def accept_trusted(entrance: Entrance) -> socket.socket | None:
+    """The connection of one who may talk to us; None where nobody waits, or one did who may not and is turned away."""
+    peer = entrance.accept()
+    if peer is not None and not is_trusted(peer):
+        peer.close()
+        return None
+    return peer
 
 
 def claim_path(path: str) -> None:

@@ -28,7 +28,8 @@ class WireError(ValueError):
 Tables = Mapping[str, Mapping[str, tuple[int, str]]]
 
 
-def _varint(value: int) -> bytes:
+def varint(value: int) -> bytes:
+    """A number in groups of seven bits, the least first; a negative one is taken as of 64 bits."""
     value &= (1 << 64) - 1
     out = bytearray()
     while value > 0x7F:
@@ -39,12 +40,12 @@ def _varint(value: int) -> bytes:
 
 
 def _sized(number: int, data: bytes) -> bytes:
-    return _varint(number << 3 | 2) + _varint(len(data)) + data
+    return varint(number << 3 | 2) + varint(len(data)) + data
 
 
 def _field(tables: Tables, number: int, kind: str, value: Any) -> bytes:
     if kind in _VARINTS:
-        return _varint(number << 3) + _varint(int(value))
+        return varint(number << 3) + varint(int(value))
     if kind == "string":
         return _sized(number, value.encode("utf-8"))
     if kind == "bytes":

@@ -43,6 +43,8 @@ MAX_FILE = 16 << 20
 
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?\Z")
 _VARIABLE = re.compile(r"[^=\0]+\Z")
+_DIFF = re.compile(rb"^(?:diff --git |@@ -\d)", re.MULTILINE)
+"""How what patch.py reads begins: a file of a git diff, which may have no hunk, or a hunk."""
 _PLATFORM = re.compile(r"[a-z0-9]+/[a-z0-9]+(/[a-z0-9]+)?\Z")
 
 _TOP = frozenset({"apiVersion", "kind", "metadata", "platform", "groups", "mutations", "config", "resources"})
@@ -178,7 +180,7 @@ class _Reader:
         """The one field of a Mutation that a change of this kind sets."""
         doc = self.doc
         if kind == "patch":
-            return {"patch": self._text(value, name).decode("utf-8", "surrogateescape")}
+            return {"patch": self._patch(value, name).decode("utf-8", "surrogateescape")}
         if kind == "files":
             return {"files": self._paths(value, name, self._text)}
         if kind == "delete":
@@ -197,6 +199,17 @@ class _Reader:
         if re.fullmatch(r"[0-9a-f]{7,64}", commit) is None:
             raise doc.error(value, f"{name}.commit must be a commit's hex name, not {commit[:70]!r}")
         return {"git_commit": commit}
+
+    def _patch(self, node: yaml.Node, name: str) -> bytes:
+        """A text that holds a diff, or the file's."""
+        text = self._text(node, name)
+        if _DIFF.search(text) is None:
+            hint = "unified ('diff -u') and git diffs are understood"
+            if isinstance(node, yaml.ScalarNode) and text.strip() and b"\n" not in text.strip():
+                shown = text.strip()[:200].decode("utf-8", "replace")
+                hint = f"a file is named so: patch: {{file: {shown}}}"
+            raise self.doc.error(node, f"{name} holds no diff", hint)
+        return text
 
     def _paths(self, node: yaml.Node, name: str, read: Callable[[yaml.Node, str], T]) -> dict[str, T]:
         """A mapping of paths, each value read by ``read``."""

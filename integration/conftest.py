@@ -17,14 +17,14 @@ from collections.abc import Iterator
 import docker
 import pytest
 
-from weenv_testkit import notlazy
+from weenv_testkit import notlazy, procs
 from weenv_testkit.blobfsproc import Blobfs, running
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.dockerd import NAMESPACE, Dockerd
 from weenv_testkit.elastic import Elastic
 from weenv_testkit.node import SNAPSHOTTER, Node
 from weenv_testkit.notlazy import REPOSITORY, Publisher
-from weenv_testkit.procs import Failed, mounts_under, processes_of, wait_until
+from weenv_testkit.procs import Failed, discard, mounts_under, processes_of, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.running import Bench, make_plan
 from weenv_testkit.store import Store
@@ -57,7 +57,12 @@ def ordinary_signals() -> None:
 def workdir() -> Iterator[str]:
     """A short directory on a disk (not a tmpfs) for everything of this session; nothing may be left in it at the end."""
     path = tempfile.mkdtemp(prefix="wt.", dir="/var/tmp")
+    gone = os.path.join(path, "gone")
+    os.mkdir(gone)
+    procs.trash = procs.Trash(gone)
     yield path
+    procs.trash.wait()
+    procs.trash = None
     left = {"mounts": mounts_under(path), "processes": processes_of(path)}
     assert not any(left.values()), left
     if not os.environ.get("WEENV_TEST_KEEP"):
@@ -126,7 +131,7 @@ def plain(line: str, home: str, registry: Registry, store: Store) -> Iterator[Co
     store.pause()
     with Containerd(line, path, registry=registry.host) as running:
         yield running
-    shutil.rmtree(path, ignore_errors=True)
+    discard(path)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +152,7 @@ def here(home: str) -> Iterator[str]:
     path = os.path.join(home, f"h{next(_COUNTER)}")
     os.mkdir(path)
     yield path
-    shutil.rmtree(path)
+    discard(path)
 
 
 @pytest.fixture
@@ -215,7 +220,7 @@ def module_docker(module_node: Node, home: str) -> Iterator[Dockerd]:
     os.mkdir(path)
     with Dockerd(path, module_node.containerd, snapshotter=SNAPSHOTTER) as running:
         yield running
-    shutil.rmtree(path)
+    discard(path)
 
 
 @pytest.fixture

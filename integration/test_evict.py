@@ -300,7 +300,7 @@ def test_a_layer_that_the_kernel_reads_by_itself_is_never_punched(path: str) -> 
             finally:
                 mounts.unmount(over)
         wait_until("it to go now", lambda: data(blobfs, LAYER) <= 1 * MIB, 60)
-        assert not os.path.exists(f"{blobfs.directory(LAYER)}/{EVICT}")
+        wait_until("the mark to go", lambda: not os.path.exists(f"{blobfs.directory(LAYER)}/{EVICT}"))
         assert read(f"{blobfs.config.mountpoint}/{LAYER.name}") == LAYER.stream
 
 

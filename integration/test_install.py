@@ -12,7 +12,10 @@ from weenv_testkit.installguest import PACKAGES, SUITES, suite_to_boot, usable
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
-pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
+pytestmark = [
+    pytest.mark.guest,
+    pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64"),
+]
 
 
 def node(suite: str, store: Store, registry: Registry, *more: str, timeout: float) -> None:
@@ -27,8 +30,9 @@ def node(suite: str, store: Store, registry: Registry, *more: str, timeout: floa
     assert "uninstalled: everything is as it was" in done.ok(), done
 
 
+@pytest.mark.timeout(600)
 def test_a_node_from_install_to_uninstall(store: Store, registry: Registry) -> None:
-    node(suite_to_boot(), store, registry, timeout=270)
+    node(suite_to_boot(), store, registry, timeout=550)
 
 
 @pytest.mark.soak

@@ -26,8 +26,13 @@ import pytest
 from test_planes import large, tar_of  # noqa: F401
 from weenv.core import procfs
 from weenv.core.errors import MountError
+from weenv.core.process import only_instance
+from weenv.plugin.containerd.types import Kind
+from weenv.plugin.snapshotter.blobfs.ask import ask
+from weenv.plugin.snapshotter.cache.present import is_complete
+from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.planes import fuse as planes_fuse
-from weenv.plugin.snapshotter.planes.base import LAZY, Attachment
+from weenv.plugin.snapshotter.planes.base import COMPLETE, LAZY, Attachment
 from weenv.plugin.snapshotter.planes.fuse import FusePlane, Process, _answer, serving
 from weenv.plugin.snapshotter.planes.fuseserver import start_time
 from weenv_testkit.blobfsproc import drop_caches
@@ -389,3 +394,28 @@ def test_without_pyfuse3_it_says_so(fuse: Rig) -> None:
     )
     assert done.returncode == 1
     assert "pyfuse3 cannot be imported" in done.stderr
+
+
+@pytest.mark.soak  # fifteen seconds
+def test_a_complete_layer_that_something_else_has_open_is_said_to_be_that(workdir: str, large: tuple[str, bytes]) -> None:
+    """Its server lets go by itself: nobody has to mount it anew, and nobody is waited for."""
+    path = tempfile.mkdtemp(prefix="f", dir=workdir)
+    with rigged("fuse", path, fill={"quiet": 0.0, "cpu_busy": 1.0, "cpu_pressure": 1.0}) as fuse:
+        digest = fuse.add(large[0])
+        with contextlib.closing(Metastore(f"{path}/metastore.db")) as store:
+            row = store.layer(digest, "")
+            store.add(Kind.COMMITTED, "s", None, {}, layer_id=row.id)
+            target = fuse.attach(digest, f"{path}/m/{row.id}")
+            store.set_layer_mode(row.id, COMPLETE, 0)
+        assert Path(target, "large").read_bytes() == large[1]
+        wait_until("the layer to be complete", lambda: is_complete(fuse.directory(digest)), 60)
+        prune = {"op": "prune", "layers": [digest.removeprefix("sha256:")]}
+        with only_instance(path, "snapshotter"), open(f"{fuse.directory(digest)}/data", "rb") as other:
+            refused = ask(fuse.blobfs.config.status_socket, prune, patience=60)
+            other.close()
+            done = ask(fuse.blobfs.config.status_socket, prune, patience=60)
+        assert refused is not None and [(row["why"], row["frames"]) for row in refused["layers"]] == [("mounted", 0)]
+        assert done is not None and done["bytes"] >= len(large[1])
+        drop_caches()
+        assert Path(target, "large").read_bytes() == large[1], "it is fetched again"
+    shutil.rmtree(path)

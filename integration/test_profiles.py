@@ -117,3 +117,33 @@ def test_what_one_node_reads_another_fetches_before_it_is_read(
     second.containerd.pull(profiled, snapshotter="overlayfs", namespace="others")
     assert second.containerd.run(profiled, "sh", "-c", SCRIPT, snapshotter="overlayfs", namespace="others") == EXPECTED
     second.containerd.purge("others", "overlayfs")
+
+
+@pytest.mark.soak
+def test_an_environment_composed_of_a_profiled_group_prefetches(
+    make_node: MakeNode, image: str, registry: Registry, store: Store
+) -> None:
+    base, group, profiled = store.lazy("small"), f"{registry.host}/{image}:group", f"{registry.host}/{image}:group-profiled"
+    cli = [*tools.weenv(), "group"]
+    run(*cli, "build", group, "--kind", "tools", "--from-image", f"{registry.host}/{image}:lazy", "--layers", "2..2")
+
+    def environment(node: Node, ref: str, script: str) -> str:
+        path = os.path.join(node.home, "plan.yaml")
+        with open(path, "w") as file:
+            plan = {"apiVersion": "weenv.dev/v1", "kind": "EnvironmentPlan", "metadata": {"name": "profiled"}}
+            json.dump({**plan, "groups": [base, ref]}, file)
+        config = node.run_config()
+        return run(*tools.weenv(), "run", "--config", config, "--rm", path, "--", "sh", "-c", script)
+
+    first = make_node()
+    assert environment(first, group, SCRIPT) == EXPECTED
+    weenv(first, "publish", group, profiled)
+    copied = f"{registry.host}/{image}-copy:1"
+    run(*cli, "copy", profiled, copied)
+    second = make_node()
+    assert environment(second, copied, "echo started") == "started\n"
+    wait_until("the profile to be fetched", lambda: "profile names was fetched" in second.blobfs.log_text(), 30)
+    mark = registry.mark()
+    assert environment(second, copied, SCRIPT) == EXPECTED
+    manifest, _ = registry.manifest(f"{image}-copy", "1")
+    assert manifest["layers"][0]["digest"] not in registry.blob_bytes(mark)  # type: ignore[index]

@@ -22,6 +22,7 @@ from itertools import pairwise
 from typing import Final
 
 from weenv.core.errors import FormatError
+from weenv.core.wire import varint
 from weenv.layer.verify import MAX_LABEL, PREFETCH_ANNOTATION
 
 UNITS: Final = 10
@@ -98,22 +99,13 @@ def _pack(runs: Sequence[Run], room: int) -> tuple[bytes, int]:
     time = end = kept = 0
     for run in runs:
         gap = run.first - end
-        piece = _varint(run.time - time) + _varint(gap << 1 if gap >= 0 else ~(gap << 1)) + _varint(run.count - 1)
+        piece = varint(run.time - time) + varint(gap << 1 if gap >= 0 else ~(gap << 1)) + varint(run.count - 1)
         if len(out) + len(piece) > room:
             break
         out += piece
         time, end = run.time, run.end
         kept += run.count
     return bytes(out), kept
-
-
-def _varint(value: int) -> bytes:
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
 
 
 def decode(value: str, frames: int) -> list[Run]:

@@ -203,7 +203,8 @@ class RegistryEnd:
             self.scratch = tempfile.mkdtemp(prefix="weenv-convert-", dir=self._scratch_root or None)
         except OSError as error:
             raise StorageError(
-                f"no scratch directory in {self._scratch_root or tempfile.gettempdir()}: {error.strerror}", errno=error.errno or 0,
+                f"no scratch directory in {self._scratch_root or tempfile.gettempdir()}: {error.strerror}",
+                errno=error.errno or 0,
                 hint="name one with room for the largest layers: --scratch DIR, or TMPDIR",
             ) from error  # fmt: skip
 

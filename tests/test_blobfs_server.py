@@ -16,8 +16,9 @@ from weenv.layer.verify import verify_frame
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.blobfs.daemon import read_tail
 from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
-from weenv.plugin.snapshotter.blobfs.server import Server
+from weenv.plugin.snapshotter.blobfs.server import Server, ServeStats
 from weenv.plugin.snapshotter.cache.evict import Guard, drop
+from weenv.plugin.snapshotter.cache.reads import load
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv_testkit.synthetic import make_layer, payload
@@ -148,6 +149,22 @@ async def test_reads_are_noted_frame_by_frame(kernel: Kernel) -> None:
     kernel.answer()
     assert [frame for frame, touched in enumerate(kernel.layer.touched) if touched] == [1, 2, 3]
     assert kernel.layer.tally.hits[kernel.server.stats[1].number] == [2, 120]
+
+
+async def test_first_reads_are_recorded_whoever_asks_and_those_of_a_profile_counted(kernel: Kernel) -> None:
+    layer, contents = kernel.layer, kernel.layer.contents
+    layer.prefetched.update((1, 3, 4))
+    kernel.server.start(1)
+    kernel.ask(contents[3] + 10, 100)  # a mount's
+    kernel.answer()
+    peer = bytearray(wire.READ_REQUEST.size)
+    wire.READ_REQUEST.pack_into(peer, 0, len(peer), wire.READ, 99, kernel.nodeid, 0, 0, 0, 0, 0, 0, contents[0], contents[2])
+    kernel.server.carry_out(memoryview(peer), ServeStats())  # the FUSE plane's
+    assert kernel.answer() == LAYER.stream[: contents[2]]
+    kernel.ask(contents[3], 100)
+    kernel.answer()
+    assert [frame for _, frame in load(layer.path, len(layer.presence))] == [3, 0, 1]
+    assert kernel.fetcher.stats.prefetch_used == 2 and layer.prefetched == {4}
 
 
 def test_a_layer_that_waits_is_in_use(kernel: Kernel) -> None:

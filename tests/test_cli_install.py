@@ -165,6 +165,19 @@ def test_no_mapped_ids_are_promised_on_the_fuse_plane(plane: str, remap: bool, t
     assert (b"remap-ids" in drop_in.data) is remap
 
 
+@pytest.mark.parametrize("version", ["1.6", "1.6.20~ds1", "v1.4.3"])
+def test_a_containerd_that_knows_no_lazy_layers_is_refused(version: str, tmp_path: Path) -> None:
+    """Debian 12 has 1.6."""
+    with pytest.raises(ConfigError, match="too old"):
+        install._containerd_line(Tree(str(tmp_path)), version, "/etc/containerd/config.toml")
+    program = tmp_path / "usr/bin/containerd"
+    program.parent.mkdir(parents=True)
+    program.write_text(f"#!/bin/sh\necho containerd github.com/containerd/containerd {version} abc\n")
+    program.chmod(0o755)
+    with pytest.raises(ConfigError, match="too old"):
+        install._containerd_line(Tree(str(tmp_path)), None, "/etc/containerd/config.toml")
+
+
 @pytest.mark.parametrize(("number", "words"), [(1, "1 container uses layers"), (2, "2 containers use layers")])
 def test_who_uses_layers_is_counted(number: int, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(removing, "_using", lambda _root: ["/run/c"] * number)

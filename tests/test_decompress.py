@@ -66,7 +66,7 @@ def flip(data: bytes, at: int) -> bytes:
     return data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
 
 
-GZ, ZST = gzip.compress(CONTENT), zstandard.ZstdCompressor(write_checksum=True).compress(CONTENT)
+GZ, ZST = gzip.compress(CONTENT, mtime=0), zstandard.ZstdCompressor(write_checksum=True).compress(CONTENT)
 
 
 @pytest.mark.parametrize(

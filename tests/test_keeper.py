@@ -16,7 +16,7 @@ from weenv.plugin.snapshotter.blobfs.daemon import read_tail
 from weenv.plugin.snapshotter.blobfs.layers import Layer, LayerTable
 from weenv.plugin.snapshotter.cache import keeper as module
 from weenv.plugin.snapshotter.cache.evict import Held
-from weenv.plugin.snapshotter.cache.keeper import ALL, Entry, Keeper, Which, matches
+from weenv.plugin.snapshotter.cache.keeper import ALL, Entry, Keeper, Which, unmatched
 from weenv.plugin.snapshotter.cache.present import GOOD, is_complete, progress
 from weenv.plugin.snapshotter.cache.prune import prune_unserved
 from weenv.plugin.snapshotter.cache.store import DataStore
@@ -235,9 +235,9 @@ def test_prune_by_age_and_layer(node: Node, monkeypatch: pytest.MonkeyPatch) -> 
 def test_layers_that_are_meant(node: Node) -> None:
     for made in LAYERS[:2]:
         node.add(made)
-    entries = node.keeper.entries()
-    assert matches([LAYERS[0].name[:6]], entries) == []
-    assert matches([LAYERS[0].name, "zz"], entries) == ["zz"]
+    known = node.keeper.digests()
+    assert unmatched([LAYERS[0].name[:6]], known) == []
+    assert unmatched([LAYERS[0].name, "zz"], known) == ["zz"]
 
 
 def test_complete_layers_that_somebody_reads_are_asked_for_and_it_is_taken_back(node: Node) -> None:

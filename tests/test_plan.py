@@ -28,6 +28,9 @@ mutations:
   - patch: |
       --- a/x
       +++ b/x
+      @@ -1 +1 @@
+      -a
+      +b
     directory: /testbed/
     strip: 0
   - files: {/etc/motd: hello, /etc/fix: {file: fix.txt}}
@@ -55,7 +58,7 @@ def test_a_whole_plan(tmp_path: object) -> None:
     assert plan.groups[0] == GroupUse("registry.example/base/debian:12", 6)
     assert plan.groups[1].line == 7
     patch, files, delete, chmod, symlink, run, shell, git = plan.mutations
-    assert (patch.patch, patch.directory, patch.strip) == ("--- a/x\n+++ b/x\n", "/testbed", 0)
+    assert (patch.patch, patch.directory, patch.strip) == ("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-a\n+b\n", "/testbed", 0)
     assert files.files == {"/etc/motd": b"hello", "/etc/fix": b"\xff\0fix"}
     assert (files.mode, files.owner) == (0o640, (1000, 100))
     assert (delete.delete, chmod.chmod, symlink.symlink) == (("/a/b",), {"/usr/bin/x": 0o4755}, {"/usr/bin/y": "x"})
@@ -132,7 +135,7 @@ def test_all_faults_are_told_in_the_order_of_the_document() -> None:
     assert all(isinstance(fault, PlanError) for fault in faults)
     assert [(fault.line, fault.column) for fault in faults if isinstance(fault, PlanError)] == [
         (1, 13), (3, 13), (3, 16), (3, 17),
-        (5, 3), (5, 29), (5, 39), (6, 11), (6, 22), (6, 34), (7, 12), (7, 12),
+        (5, 3), (5, 11), (5, 29), (5, 39), (6, 11), (6, 22), (6, 34), (7, 12), (7, 12),
         (8, 15), (8, 34), (8, 43), (8, 55), (9, 18), (9, 32), (9, 58), (10, 18), (10, 28), (11, 11), (12, 1),
     ]  # fmt: skip
     for fault in faults:
@@ -184,6 +187,25 @@ def test_any_value_in_any_field_is_a_plan_or_a_fault(value: object) -> None:
             parse_plan(yaml.safe_dump(document))
         except WeenvError as error:
             assert "\n" not in str(error)
+
+
+@pytest.mark.parametrize(
+    ("patch", "hint"),
+    [
+        ("bug.patch", "{file: bug.patch}"),
+        ("\"--- a\\n+++ b\\n\"", "diff -u"),
+        ("''", "diff -u"),
+        ("{file: bug.patch}", "diff -u"),
+    ],
+)
+def test_a_patch_without_a_diff_is_found_before_anything_runs(patch: str, hint: str, tmp_path: Path) -> None:
+    (tmp_path / "bug.patch").write_text("see the other file\n")
+    text = HEAD + f"groups: [a]\nmutations: [{{patch: {patch}}}]"
+    with pytest.raises(PlanError, match=r"plan.yaml:4:21: mutations\[0\]\.patch holds no diff") as caught:
+        parse_plan(text, f"{tmp_path}/plan.yaml")
+    assert hint in caught.value.hint
+    (tmp_path / "bug.patch").write_text("diff --git a/x b/y\nsimilarity index 100%\nrename from x\nrename to y\n")
+    parse_plan(HEAD + "groups: [a]\nmutations: [{patch: {file: bug.patch}}]", f"{tmp_path}/plan.yaml")
 
 
 def test_a_file_that_is_a_pipe_holds_nobody(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ SECTIONS: list[dict[str, Any]] = [
     {"platform": "linux/arm64/v8"},
     {"metadata": {"name": "a-1", "n": 3}},
     {"groups": [{"ref": "localhost:5000/a/b:1"}, "debian"]},
-    {"mutations": [{"patch": "--- a\n+++ b\n", "directory": "/x", "strip": 0}]},
+    {"mutations": [{"patch": "--- a\n+++ b\n@@ -1 +1 @@\n-a\n+b\n", "directory": "/x", "strip": 0}]},
     {"mutations": [{"files": {"/a": "x", "/b": 3}, "mode": "0755", "owner": "1:2"}]},
     {"mutations": [{"delete": ["/a"]}, {"chmod": {"/a": "4755"}}, {"symlink": {"/a": "b"}}]},
     {"mutations": [{"run": "make"}, {"run": ["make", "-j", 2]}, {"git": {"commit": "deadbeef"}}]},
@@ -86,7 +86,7 @@ def test_what_is_wrong_is_wrong_for_both(section: dict[str, Any]) -> None:
 def test_the_example_of_the_documentation_is_a_plan() -> None:
     with open(os.path.join(ROOT, "docs/plans.md"), encoding="utf-8") as file:
         text = file.read().split("```yaml\n", 1)[1].split("```", 1)[0]
-    text = text.replace("sha256:…", "sha256:" + "a" * 64).replace("{file: bug.patch}", "x")
+    text = text.replace("sha256:…", "sha256:" + "a" * 64).replace("{file: bug.patch}", "'@@ -1 +1 @@'")
     parse_plan(text)
     VALIDATOR.validate(yaml.safe_load(text))
 

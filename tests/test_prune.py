@@ -6,24 +6,37 @@ What the kernel's mount does to ``data`` here a file that is held open does; int
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
+import json
 import os
+import shutil
+import socket
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from weenv.core.digest import sha256
+from weenv.core.errors import UnavailableError
 from weenv.plugin.containerd.types import Kind
-from weenv.plugin.snapshotter.blobfs.config import CacheConfig
+from weenv.plugin.snapshotter.blobfs import control
+from weenv.plugin.snapshotter.blobfs.ask import ask
+from weenv.plugin.snapshotter.blobfs.config import CacheConfig, PrefetchConfig
+from weenv.plugin.snapshotter.blobfs.control import LINE_MAX
 from weenv.plugin.snapshotter.blobfs.daemon import read_tail
 from weenv.plugin.snapshotter.blobfs.evictor import Evictor
 from weenv.plugin.snapshotter.blobfs.layers import LayerTable
+from weenv.plugin.snapshotter.blobfs.profiles import Profiles
 from weenv.plugin.snapshotter.blobfs.server import Server
+from weenv.plugin.snapshotter.cache import evict
 from weenv.plugin.snapshotter.cache import prune as module
-from weenv.plugin.snapshotter.cache.keeper import ALL, Keeper, Which
+from weenv.plugin.snapshotter.cache.keeper import ALL, Entry, Keeper, Which
 from weenv.plugin.snapshotter.cache.present import GOOD, is_complete
 from weenv.plugin.snapshotter.cache.prune import Prune, prune_unserved
 from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
+from weenv.plugin.snapshotter.fetch.prefetch import Prefetcher
 from weenv.plugin.snapshotter.layerdir import EVICT, LayerDirs
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv_testkit.synthetic import SyntheticLayer, make_layer, payload
@@ -87,9 +100,14 @@ def node(tmp_path: Path) -> Iterator[Node]:
     made.close()
 
 
+def answered(work: Prune) -> dict[str, Any]:
+    """What the command is told."""
+    return work.answer(work._keeper.size().data)
+
+
 def whys(work: Prune) -> dict[str, tuple[str, bool]]:
     """Why each layer stays, and whether anything of it went."""
-    return {row["digest"]: (row["why"], row["frames"] > 0) for row in work.answer()["layers"]}
+    return {row["digest"]: (row["why"], row["frames"] > 0) for row in answered(work)["layers"]}
 
 
 def test_each_goes_once_the_snapshotter_has_it_back(node: Node) -> None:
@@ -104,7 +122,7 @@ def test_each_goes_once_the_snapshotter_has_it_back(node: Node) -> None:
     node.mount_anew(LAYERS[2])
     assert not work.again()
     work.end()
-    answer = work.answer()
+    answer = answered(work)
     assert (answer["data_after"], answer["bytes"]) == (0, sum(len(made.stream) for made in LAYERS))
     assert set(whys(work).values()) == {("", True)} and node.asked() == [False] * 3
 
@@ -134,7 +152,7 @@ def test_no_more_is_asked_for_than_is_needed(node: Node) -> None:
     assert not work.again()
     work.end()
     assert whys(work) == {LAYERS[0].digest: ("", True)}
-    assert 0 < work.answer()["data_before"] - work.answer()["data_after"] < 200_000
+    assert 0 < answered(work)["data_before"] - answered(work)["data_after"] < 200_000
 
 
 def test_two_at_once_evict_no_more_than_one(node: Node) -> None:
@@ -150,7 +168,7 @@ def test_two_at_once_evict_no_more_than_one(node: Node) -> None:
     assert to - (64 << 10) <= node.keeper.size().data <= to, "to less than a frame"
     again, once_more = node.prune(to=to - 100_000), node.prune(to=to - 100_000)
     assert not again.begin() and not once_more.begin()
-    assert again.answer()["frames"] and not once_more.answer()["frames"]
+    assert answered(again)["frames"] and not answered(once_more)["frames"]
 
 
 def test_the_next_one_is_asked_for_where_one_does_not_go(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -221,7 +239,7 @@ def test_a_dry_run_counts_what_would_be_asked_for(node: Node) -> None:
     work = node.prune(dry=True)
     assert not work.begin()
     assert set(whys(work).values()) == {("mounted", True)} and node.asked() == [False] * 3
-    assert work.answer()["bytes"] == sum(len(made.stream) for made in LAYERS)
+    assert answered(work)["bytes"] == sum(len(made.stream) for made in LAYERS)
 
 
 def test_what_no_snapshotter_mounted_is_left_alone(node: Node) -> None:
@@ -230,6 +248,71 @@ def test_what_no_snapshotter_mounted_is_left_alone(node: Node) -> None:
     work = node.prune()
     assert not work.begin() and node.asked() == [False] * 3
     assert set(whys(work).values()) == {("mounted", False)}
+
+
+def test_a_round_looks_at_the_layers_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks: list[Which] = []
+    entries = Keeper.entries
+
+    def count(keeper: Keeper, which: Which = ALL) -> list[Entry]:
+        looks.append(which)
+        return entries(keeper, which)
+
+    monkeypatch.setattr(Keeper, "entries", count)
+    for to in (None, 0):
+        looks.clear()
+        work = node.prune(Which((LAYERS[0].name,)), to)
+        assert work.begin() and looks == [ALL]
+        assert work.again() and work.again()
+        assert looks[1:] == ([ALL] * 2 if to is not None else [Which((LAYERS[0].name,))] * 2)
+        work.end()
+
+
+def test_where_all_of_many_layers_are_the_kernels_they_are_not_chosen_one_by_one(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(100):
+        shutil.copytree(node.path(LAYERS[0]), LayerDirs(node.root).path(sha256(b"%d" % number)))
+    with contextlib.ExitStack() as stack:
+        for digest in LayerDirs(node.root).known():
+            stack.enter_context(open(f"{LayerDirs(node.root).path(digest)}/data", "rb"))
+        chosen = []
+        choose = evict.choose
+        monkeypatch.setattr(evict, "choose", lambda *args, **more: chosen.append(1) or choose(*args, **more))
+        done = node.keeper.evict(100_000, "size")
+        assert len(done.layers) == 103 and {each.why for each in done.layers.values()} == {"mounted"}
+        assert len(chosen) < 12
+    gone = node.keeper.evict(100_000, "size").layers.values()
+    assert sum(each.frames > 0 for each in gone) == 1, "and no more than is needed"
+
+
+async def test_a_prune_gives_signs_of_life_and_one_without_is_not_waited_for(
+    node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(control, "SIGN", 0.02)
+    path = str(tmp_path / "s")
+    fetcher = Fetcher(lambda *_: b"")
+    evictor = Evictor(
+        CacheConfig(disk_high=1.0), node.root, node.table, Server(-1, node.table, fetcher, root=node.root), fetcher
+    )
+    prefetcher = Prefetcher(PrefetchConfig(), fetcher, lambda: True, node.table.holds)
+    profiles = Profiles(node.table.dirs, node.table, prefetcher)
+    async with await asyncio.start_unix_server(control.Control(evictor, dict, profiles).converse, path, limit=LINE_MAX):
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b'{"op":"prune"}\n')
+        assert await reader.readexactly(3) == b"   "
+        for made in LAYERS:
+            node.mount_anew(made)
+        assert json.loads(await reader.read())["data_after"] == 0
+        writer.close()
+        await writer.wait_closed()
+    await fetcher.close()
+    os.unlink(path)
+    with socket.socket(socket.AF_UNIX) as mute:
+        mute.bind(path)
+        mute.listen()
+        with pytest.raises(UnavailableError, match="does not answer"):
+            ask(path, {"op": "prune"}, patience=0.05)
 
 
 async def test_one_that_is_cancelled_takes_its_marks_back(node: Node) -> None:

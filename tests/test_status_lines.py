@@ -88,6 +88,9 @@ def test_what_runs_of_blobfs_and_its_cache() -> None:
     assert _blobfs_line({"cache": cache}) == (
         "running; cache 1 MiB of 2 MiB, 2 KiB evicted since it began, over its bound and nothing can be evicted"
     )
+    fetched = {"frames": {"demand": 3, "prefetch": 7}, "prefetch_used": 5, "prefetching": 1}
+    assert _blobfs_line(fetched) == "running; by profiles: 7 frames, 5 of them read since, more on their way"
+    assert _blobfs_line({"frames": {"prefetch": 0}}) == "running"
 
 
 @pytest.mark.parametrize("answer", [b"", b"{", b"[]", b"[" * 100_000])

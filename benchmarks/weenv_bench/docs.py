@@ -100,6 +100,15 @@ _WHY = {
 """Why a row is missed, by its name; a row without a reason says so."""
 
 
+PUBLISHED = "docs/benchmarks.json"
+"""The numbers behind the page: of the last run of each part, with what was measured in it."""
+_ORDER = (
+    "series", "bytes", "eight", "local", "planes", "prepare", "memory", "erofs", "convert", "convert-memory", "strategies",
+    "compose", "mutation", "run", "resolve", "elastic", "elastic, idle", "elastic-task", "replay",
+)  # fmt: skip
+"""Parts as the page has them, whenever they were measured."""
+
+
 def _mb(value: float) -> str:
     return f"{value / 1e9:.2f} GB" if value >= 1e9 else f"{value / 1e6:.0f} MB"
 
@@ -108,14 +117,16 @@ def write(source: str, target: str) -> None:
     """Make the page."""
     with open(source) as file:
         data = json.load(file)
+    data["rows"].sort(key=lambda row: _ORDER.index(row["part"]))
     machine, facts = data["machine"], data["facts"]
     if "image" not in facts:
         raise BenchError(f"{source} has nothing of the image: measure all parts before making the page")
     image, link = facts["image"], facts.get("link", {})
     lines = [
         "# Benchmarks", "",
-        "Ratios within one run of one machine. The benchmark makes this page from its own JSON:",
-        "`python -m benchmarks --no-measure --docs docs/benchmarks.md`.", "",
+        "Ratios within one run of one machine. No figure here is typed in:",
+        "`python -m benchmarks --no-measure --docs docs/benchmarks.md` makes it from [benchmarks.json](benchmarks.json), and",
+        "`--json docs/benchmarks.json --docs docs/benchmarks.md --only PART` measures a part of it anew.", "",
         f"Machine: {machine['cpu']}, {machine['memory']}, Linux {machine['kernel']}, Python {machine['python']},",
         *_when(data), "",
         "| what | to reach | measured | |", "|---|---:|---:|---|",

@@ -358,9 +358,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--out", metavar="DIR", default="bench-results", help="directory of the results (default bench-results)"
     )
     parser.add_argument("--docs", metavar="FILE", help="write the page for the documentation from the JSON, after measuring")
-    parser.add_argument("--no-measure", action="store_true", help="only make the page from an existing JSON")
+    parser.add_argument("--no-measure", action="store_true", help="only make the page, from --json or docs/benchmarks.json")
     options = parser.parse_args(given)
     path = options.json or os.path.join(options.out, ("quick" if options.quick else "full") + ".json")
+    if options.no_measure and not options.json:
+        path = docs.PUBLISHED
     code = 0
     if not options.no_measure:
         if os.geteuid() != 0:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import stat
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from weenv.core.errors import BadReference, NotFoundInSource, SourceError
+from weenv.core.regular import regular
 from weenv.environment.gateway.config import GatewayConfig
 from weenv.environment.model import Plan
 from weenv.environment.plan import parse_plan
@@ -130,17 +130,12 @@ def _read(directory: str, name: str, tag: str) -> Plan:
     bases = [f"{name}@{tag}", *([name] if tag == DEFAULT_TAG else [])]
     for path in (os.path.join(directory, base + suffix) for base in bases for suffix in _SUFFIXES):
         try:
-            # A FIFO would hold the thread for ever.
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            with open(path, "rb", opener=regular) as file:
+                text = file.read(MAX_PLAN + 1)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except OSError as error:
             raise SourceError(f"cannot read the plan {name}:{tag}: {error.strerror}") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
-            raise SourceError(f"the plan {name}:{tag} is no regular file")
-        with os.fdopen(fd, "rb") as file:
-            text = file.read(MAX_PLAN + 1)
         return parse_plan(text, path)
     raise NotFoundInSource(f"no plan {name}:{tag}")
 

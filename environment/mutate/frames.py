@@ -46,11 +46,6 @@ class FrameReader:
         self._flying: dict[tuple[str, int], tuple[int, int]] = {}
         """The run that a frame is being fetched with."""
 
-    @property
-    def in_flight(self) -> int:
-        """How many frames are being fetched."""
-        return len(self._flying)
-
     async def read(self, layer: StackedLayer, toc: Toc, pieces: Sequence[Piece]) -> list[bytes]:
         """The pieces' bytes, in order. Raises SourceError, FormatError."""
         digest = layer.blob.digest

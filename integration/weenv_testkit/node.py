@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import urllib.request
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -21,6 +20,7 @@ from weenv_testkit.procs import (
     Process,
     clean_environment,
     connects,
+    discard,
     end_processes,
     mounts_under,
     processes_of,
@@ -299,4 +299,4 @@ class Node:
         finally:
             unmount_under(self.home)
         if not os.environ.get("WEENV_TEST_KEEP"):
-            shutil.rmtree(self.home, ignore_errors=True)
+            discard(self.home)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -183,6 +185,16 @@ def children_of(parents: Iterable[int]) -> set[int]:
     return found - set(parents)
 
 
+def thread_states(pid: int) -> list[str]:
+    """The state letters of a process's threads; none where it is gone."""
+    found = []
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{name}/stat", "rb") as file:
+                found.append(file.read().rpartition(b")")[2].split()[0].decode())
+    return found
+
+
 def end_processes(victims: Iterable[int], timeout: float = 60) -> None:
     """SIGKILL processes of ours and wait until they are gone. Uses pidfds, so a reused pid is never hit."""
     handles = []
@@ -224,6 +236,44 @@ def unmount_under(path: str) -> list[str]:
         if _libc.umount2(name, _UMOUNT_NOFOLLOW) != 0:
             _libc.umount2(name, _UMOUNT_NOFOLLOW | _MNT_DETACH)
     return found
+
+
+class Trash:
+    """Where directories go that nobody needs any more: removed by a process beside the tests, which would else wait for it.
+
+    A node has a thousand directories, and removing them takes a second or two. ``path`` is a directory on the same disk.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._count = itertools.count()
+        self._running: list[subprocess.Popen[bytes]] = []
+
+    def take(self, directory: str) -> None:
+        """Remove a directory in which nothing is mounted; its name is free at once."""
+        name = str(next(self._count))
+        os.rename(directory, os.path.join(self._path, name))
+        # No path of the session in its command line, so it is not taken for something that a test has left.
+        argv = ["nice", "rm", "-rf", "--one-file-system", "--", name]
+        self._running = [child for child in self._running if child.poll() is None]
+        self._running.append(subprocess.Popen(argv, cwd=self._path, stdin=subprocess.DEVNULL))
+
+    def wait(self) -> None:
+        """Until all of it is gone."""
+        while self._running:
+            self._running.pop().wait()
+
+
+trash: Trash | None = None
+"""That of this session, where it has one."""
+
+
+def discard(directory: str) -> None:
+    """Remove a directory, or have it removed; one that is not there is no error."""
+    if trash is None or not os.path.lexists(directory):
+        shutil.rmtree(directory, ignore_errors=True)
+    else:
+        trash.take(directory)
 
 
 def open_fds(pid: int) -> dict[str, str]:

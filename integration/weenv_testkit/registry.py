@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import BinaryIO
 
 from weenv_testkit import tools
-from weenv_testkit.procs import Failed, Process
+from weenv_testkit.procs import Failed, Process, thread_states
 
 _CONFIG = """version: 0.1
 log:
@@ -75,8 +75,11 @@ def free_port() -> int:
     """
     with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         low = int(file.read().split()[0])
+    worker, workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     while True:
         port = 10_000 + secrets.randbelow(max(low - 10_000, 10_000))
+        if port % workers != int(worker[2:]) % workers:  # the others' processes do not know what is given here
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in _GIVEN:
@@ -88,7 +91,7 @@ class Registry:
     """A running registry; a context manager. ``host`` is ``127.0.0.1:port``; ``root`` where it keeps its blobs.
 
     ``login`` (user name, bcrypt hash of a password) makes it a private one, ``root`` one that serves what another was pushed.
-    ``docker-registry`` writes one line to its log when it has answered; :meth:`requests` waits until the log is quiet.
+    ``docker-registry`` writes one line to its log when it has answered; :meth:`requests` waits for that.
     """
 
     def __init__(
@@ -150,12 +153,17 @@ class Registry:
         return os.path.getsize(self.log)
 
     def _settle(self) -> None:
-        size, quiet = -1, 0.0
-        while quiet < 0.06:
+        """Wait until all that was answered is in the log: no thread of the registry runs or wants to, and the log stays."""
+        size, quiet = -1, 0
+        while quiet < 3:
             now = os.path.getsize(self.log)
-            quiet = quiet + 0.02 if now == size else 0.0
+            quiet = quiet + 1 if now == size and not self._busy() else 0
             size = now
-            time.sleep(0.02)
+            time.sleep(0.005)
+
+    def _busy(self) -> bool:
+        """Whether one of its threads does not sleep; one whose turn it is not yet counts as running (proc_pid_stat(5))."""
+        return self._process is not None and any(state != "S" for state in thread_states(self._process.pid))
 
     def requests(self, since: int = 0) -> list[Request]:
         """Everything answered since a :meth:`mark`, but the kit's own requests."""

@@ -60,8 +60,8 @@ _NOT_LOADED = re.compile(r"snapshotter not loaded: ([^ :]+)")
 """containerd's words (plugins/services/snapshots/service.go, v2.1.9; services/snapshots, v1.7)."""
 _UNCONNECTED = "failed to connect to all addresses"
 """gRPC's own words where there never was a connection; what the other end answers is told as it is."""
-_DIAL = re.compile(r"dial unix (/[^:]+): ")
-"""Go's words where containerd does not reach a plugin's socket."""
+_DIAL = re.compile(r"dial unix(?:://| )(/[^:]+): ")
+"""The words of containerd (pkg/dialer, v2.1.9: ``unix:///run/...: timeout``) and Go where a plugin's socket is not reached."""
 
 
 def _translate(error: grpc.aio.AioRpcError, method: str, address: str) -> ContainerdError:
@@ -75,7 +75,8 @@ def _translate(error: grpc.aio.AioRpcError, method: str, address: str) -> Contai
     hint = ""
     if code == "UNAVAILABLE":
         if (unheard := _DIAL.search(detail)) is not None:
-            return ContainerdError(f"containerd does not reach its plugin at {unheard[1]}", code, hint="start it: weenv serve")
+            hint = "start it: systemctl start weenv.target, or weenv serve (see weenv doctor)"
+            return ContainerdError(f"containerd does not reach its plugin at {unheard[1]}", code, hint=hint)
         try:
             if _UNCONNECTED in detail and not listens(address):
                 hint = "start containerd, or name its socket: [run] address, or --containerd where a command has it"

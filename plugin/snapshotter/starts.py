@@ -39,12 +39,14 @@ class Starts:
 
     async def _tell(self, layer_ids: list[int]) -> None:
         layers = [layer for number in layer_ids if (layer := self._store.layer_by_id(number)) is not None]
-        digests = list(dict.fromkeys(layer.digest for layer in layers if self._dirs.prefetch(layer.digest)))
-        if not digests:
-            return
         try:
-            if await asyncio.to_thread(ask, self._socket, {"op": "start", "layers": digests}) is not None:
+            if await asyncio.to_thread(self._ask, list(dict.fromkeys(layer.digest for layer in layers))):
                 return
         except WeenvError as error:
             log.info("blobfs was not told that a container begins: %s", error)
         self._told.difference_update(layer_ids)
+
+    def _ask(self, layers: list[str]) -> bool:
+        """Tell blobfs of those that have a profile; False where none runs. Raises WeenvError."""
+        profiled = [digest for digest in layers if self._dirs.prefetch(digest)]
+        return not profiled or ask(self._socket, {"op": "start", "layers": profiled}) is not None

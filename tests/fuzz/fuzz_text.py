@@ -17,7 +17,9 @@ from typing import Any
 from weenv.core.digest import is_digest
 from weenv.core.errors import WeenvError
 from weenv.layer.foreign.formats import ForeignLayer
+from weenv.layer.profile import decode, encode
 from weenv.layer.verify import LAYER_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations, parse_source
+from weenv.plugin.snapshotter.cache.reads import parse as parse_reads
 from weenv.plugin.snapshotter.layerdir import LayerSource, Origin
 from weenv.plugin.snapshotter.planes.base import Implied, LayerFacts, decode_attributes, encode_attributes
 from weenv.registry.challenge import choose, parse_challenges, parse_token, token_request
@@ -117,9 +119,17 @@ def payload(text: str) -> None:
     assert said.reference
 
 
+def profile(text: str) -> None:
+    """A read profile of a layer of 5000 frames, and the record of its reads that a file may hold."""
+    frames = [frame for run in decode(text, 5000) for frame in range(run.first, run.end)]
+    assert 0 < len(frames) == len(set(frames))
+    assert 0 <= min(frames) <= max(frames) < 5000
+    parse_reads(text.encode("utf-8", "surrogatepass"), 5000)
+
+
 PARSERS: tuple[Callable[[str], None], ...] = (
     annotations, source, location, challenge, token, credentials, manifest, layer_source, facts, attributes,
-    bundle, statement, payload,
+    bundle, statement, payload, profile,
 )  # fmt: skip
 _DESCRIPTOR = {"mediaType": "application/vnd.oci.image.layer.v1.tar+zstd", "digest": DIGEST, "size": 1000}
 SEEDS: tuple[tuple[str, ...], ...] = (
@@ -160,6 +170,7 @@ SEEDS: tuple[tuple[str, ...], ...] = (
                     "subject": [{"digest": {"sha256": DIGEST[7:]}, "annotations": {"docker-reference": "r.example/a"}}]}),
     ),
     (make_payload("registry.example:5000/a/b", DIGEST, {"a": "b"}).decode(),),
+    (encode([(0, 7), (1, 8), (1, 9), (5, 0)]).value, encode((frame % 90, frame * 3) for frame in range(900)).value),
 )  # fmt: skip
 PIECES = (
     *("\0", "\n", "\r\n", " ", ",", "/", "//", "..", ":", "@", "-", "_", "__", "%2f", "=", '"', "\\", "{", "}", "[", "]"),

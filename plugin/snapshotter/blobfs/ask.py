@@ -12,7 +12,8 @@ from weenv.core.unixsocket import NOBODY, connected
 def ask(path: str, request: dict[str, Any], *, patience: float = 5.0) -> dict[str, Any] | None:
     """What the running blobfs answers, or None where none runs.
 
-    Raises :class:`InvalidRequest` for what it refuses, :class:`UnavailableError` where it runs and does not answer in time.
+    Raises :class:`InvalidRequest` for what it refuses, :class:`UnavailableError` where it runs and says nothing for
+    ``patience`` seconds: what takes longer has signs of life (control.py).
     """
     try:
         with connected(path, patience) as connection:

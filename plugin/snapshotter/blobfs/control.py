@@ -9,6 +9,7 @@
     {"op": "start", "layers": [digest]}       a container of an image with these layers begins: fetch what their profiles say
     {"op": "forget", "layers": [digest]}      drop what was recorded of these layers' reads
 
+While an answer takes its time, there is a space every second before it: a sign of life, which is nothing to JSON.
 An answer that has ``error`` (and perhaps ``hint``) says why nothing was done. The socket's mode is 0600.
 """
 
@@ -23,10 +24,12 @@ from typing import Any, Final
 from weenv.core.errors import InvalidRequest, WeenvError
 from weenv.plugin.snapshotter.blobfs.evictor import Evictor
 from weenv.plugin.snapshotter.blobfs.profiles import Profiles
-from weenv.plugin.snapshotter.cache.keeper import Which, matches
+from weenv.plugin.snapshotter.cache.keeper import Which
 
 _PATIENCE: Final = 0.3
 """Seconds that a client has to say what it wants; one that says nothing gets the status."""
+SIGN: Final = 1.0
+"""Seconds between signs of life."""
 LINE_MAX: Final = 1 << 17
 """Bytes of a request at most."""
 _PREFIXES: Final = 1000
@@ -73,9 +76,6 @@ class Control:
                 return {"layers": rows, "cache": self._evictor.status()}
             if op == "prune":
                 which, to, dry = prune_request(raw)
-                entries = await asyncio.to_thread(self._evictor.keeper.entries)
-                if unknown := matches(which.prefixes, entries):
-                    raise InvalidRequest(f"no layer here begins with {unknown[0]}", hint="see weenv cache ls")
                 return await self._evictor.prune(which, to, dry=dry)
             if op == "start":
                 return await self._profiles.begin(raw.get("layers"))
@@ -98,7 +98,11 @@ class Control:
                 raw = json.loads(line) if line.strip() else {"op": "status"}
             except (ValueError, RecursionError):
                 raw = None
-            writer.write(json.dumps(await self.answer(raw)).encode() + b"\n")
+            work = asyncio.ensure_future(self.answer(raw))
+            while not (await asyncio.wait({work}, timeout=SIGN))[0]:
+                if not writer.is_closing():
+                    writer.write(b" ")
+            writer.write(json.dumps(work.result()).encode() + b"\n")
             await writer.drain()
         except OSError:
             return  # who asked is gone

@@ -106,7 +106,7 @@ class Evictor:
         if not self.size.over:
             self.stuck = 0.0
             return
-        asked = self.keeper.ask(done, self.size.data - self.size.bounds.low)
+        asked = self.keeper.ask(done, self.size.data - self.size.bounds.low, done.entries)
         self._marked = self._marked or bool(asked)
         for digest in asked:
             log.info("a complete layer is to be served by blobfs again, so that it can be evicted", extra={"layer": digest})
@@ -151,9 +151,10 @@ class Evictor:
                 more = await asyncio.to_thread(work.again)
         finally:
             work.end()
-        done = await asyncio.to_thread(work.answer)
+        await asyncio.to_thread(self._measure)
+        assert self.size is not None
+        done = work.answer(self.size.data)
         if not dry:
-            await asyncio.to_thread(self._measure)
             fields = {"frames": done["frames"], "bytes": done["bytes"], "layers": len(done["layers"])}
             log.info("the cache was pruned", extra=fields)
         return done

@@ -34,7 +34,7 @@ from typing import Any
 from weenv.core.accepting import Entrance
 from weenv.core.errors import ConfigError, MountError
 from weenv.core.process import outlive
-from weenv.core.unixsocket import NOBODY, bind_private, connected, is_trusted
+from weenv.core.unixsocket import NOBODY, accept_trusted, bind_private, connected
 from weenv.plugin.snapshotter.blobfs.mountstate import MountState
 
 _PACKET = 64 << 10
@@ -100,11 +100,8 @@ class Holder:
             os.unlink(self.path)
 
     def _accept(self, entrance: Entrance) -> None:
-        client = entrance.accept()
+        client = accept_trusted(entrance)
         if client is None:
-            return
-        if not is_trusted(client):
-            client.close()
             return
         client.settimeout(5.0)  # a client that does not read its answer does not stop the holder for long
         self.clients[client.fileno()] = client

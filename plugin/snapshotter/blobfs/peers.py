@@ -21,7 +21,7 @@ import threading
 from typing import Final
 
 from weenv.core.accepting import Entrance
-from weenv.core.unixsocket import bind_private, is_trusted
+from weenv.core.unixsocket import accept_trusted, bind_private
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.blobfs.server import Server, ServeStats
 
@@ -110,11 +110,8 @@ class PeerServer(Server):
 
     def _accept(self) -> None:
         with self._accepting:
-            peer = self._entrance.accept()
+            peer = accept_trusted(self._entrance)
         if peer is None:  # another thread had it
-            return
-        if not is_trusted(peer):
-            peer.close()
             return
         peer.setblocking(False)
         with contextlib.suppress(OSError):  # without the right to it: answers wait for room more often

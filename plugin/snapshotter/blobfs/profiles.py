@@ -55,14 +55,16 @@ class Profiles:
         try:
             node = self._table.lookup(digests.hex_of(digest).encode())
             layer = node.layer if node is not None else None
+        except (WeenvError, OSError) as error:
+            log.info("a layer with a profile cannot be opened", extra={"layer": digest, "error": str(error)})
+            return None
+        try:
             return None if layer is None else (layer, decode(value, len(layer.presence)))
         except FormatError as error:
             if (digest, value) not in self._told and len(self._told) < _TOLD_MAX:
                 self._told.add((digest, value))
                 fields = {"layer": digest, "error": str(error), "hint": "whoever published the image must make it anew"}
                 log.warning("a layer's profile is not used", extra=fields)
-        except (WeenvError, OSError) as error:
-            log.info("a layer with a profile cannot be opened yet", extra={"layer": digest, "error": str(error)})
         return None
 
     def _forget(self, digest: str) -> int:

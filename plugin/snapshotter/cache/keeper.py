@@ -103,9 +103,12 @@ class Size:
 
 @dataclass(slots=True)
 class Evicted:
-    """What an eviction has done: by layer, and altogether."""
+    """What an eviction has done: by layer, and altogether. Before it the layers that were looked at, ``entries``, had ``data``
+    bytes on disk."""
 
     layers: dict[str, Dropped] = field(default_factory=dict)
+    data: int = 0
+    entries: list[Entry] = field(default_factory=list)
     refused: dict[str, Dropped] = field(default_factory=dict)
     """Of a dry run: what would go of layers that the kernel reads by itself, if it did not."""
 
@@ -179,14 +182,20 @@ class Keeper:
 
     # -- what there is ------------------------------------------------------------------------------------------------
 
-    def entries(self) -> list[Entry]:
-        """All layers that have data on disk."""
+    def digests(self) -> set[str]:
+        """All layers, with data on disk or without."""
+        return {*self.dirs.known(), *(layer.digest for layer in self._opened())}
+
+    def entries(self, which: Which = ALL) -> list[Entry]:
+        """All layers that have data on disk, or those of ``which``."""
         found: dict[str, Entry] = {}
         lost: list[Entry] = []
         offset = time.time() - time.monotonic()
         for layer in self._opened():
             used = layer.last_used + offset
             self._used[layer.digest] = used
+            if not which.has(layer.digest):
+                continue
             entry = Entry(layer.digest, layer.path, layer.store.allocated(), used, layer)
             entry.discarded = not _is(self.dirs.path(layer.digest), layer.identity)
             if entry.discarded:
@@ -195,7 +204,7 @@ class Keeper:
                 found[layer.digest] = entry
         known = self.dirs.known()
         for digest in known:
-            if digest in found:
+            if digest in found or not which.has(digest):
                 continue
             path = self.dirs.path(digest)
             with contextlib.suppress(OSError):
@@ -218,7 +227,8 @@ class Keeper:
             return lambda _: False
         try:
             with contextlib.closing(self._metastore()) as store:
-                used = {layer.digest for layer in store.layers() if store.layer_used(layer.digest)}
+                idle = {layer.id for layer in store.unused_layers()}
+                used = {layer.digest for layer in store.layers() if layer.id not in idle}
         except (StorageError, sqlite3.Error):
             return lambda _: False
         return lambda digest: digest not in used
@@ -274,17 +284,21 @@ class Keeper:
 
     # -- eviction -----------------------------------------------------------------------------------------------------
 
-    def evict(self, wanted: int, reason: str, which: Which = ALL, *, to: int = 0, dry: bool = False) -> Evicted:
+    def evict(
+        self, wanted: int, reason: str, which: Which = ALL, *, to: int = 0, look: Which = ALL, dry: bool = False
+    ) -> Evicted:
         """Punch out frames that make up ``wanted`` bytes, or all that may go; with ``dry`` only say which.
 
-        None beyond where the cache has ``to`` bytes: others may have evicted since ``wanted`` was worked out.
+        None beyond where the cache has ``to`` bytes: others may have evicted since ``wanted`` was worked out. Without it no
+        layers but those of ``look`` need to be looked at.
         """
         done = Evicted()
         with self._lock:
-            entries = self.entries()
+            done.entries = self.entries(look)
+            done.data = sum(entry.allocated for entry in done.entries)
             if to:
-                wanted = min(wanted, sum(entry.allocated for entry in entries) - to)
-            entries = [entry for entry in entries if which.has(entry.digest)]
+                wanted = min(wanted, done.data - to)
+            entries = [entry for entry in done.entries if which.has(entry.digest)]
             unused = self.unused()
             helds: list[Held] = []
             kept: list[Entry] = []
@@ -299,13 +313,20 @@ class Keeper:
                     self._tidy(entry, held)
             youngest = OLDEST if which.before else 0
             spare: set[int] = set()
-            while wanted > done.size:
-                victims = evict.choose(helds, wanted - done.size, youngest=youngest, spare=spare)
+            times = 1
+            while (missing := wanted - done.size) > 0:
+                victims = evict.choose(helds, missing * times, youngest=youngest, spare=spare)
                 if not victims:
                     break
                 for index, frames in victims:
-                    self._drop(kept[index], helds[index], frames, done, reason, dry=dry)
-                    spare.add(index)  # what could not go of it now is not asked for again
+                    if (still := wanted - done.size) > 0:
+                        if times > 1 and not helds[index].unused:  # more were chosen than are needed
+                            sums = np.cumsum(helds[index].sizes[frames], dtype=np.int64)
+                            frames = frames[: int(np.searchsorted(sums, still)) + 1]
+                        self._drop(kept[index], helds[index], frames, done, reason, dry=dry)
+                        spare.add(index)  # what could not go of it now is not asked for again
+                # Where nothing can go, as the kernel reads it all by itself, choosing layer by layer would take minutes.
+                times = times * 2 if wanted - done.size == missing else 1
         return done
 
     def _tidy(self, entry: Entry, held: Held) -> None:
@@ -420,14 +441,14 @@ class Keeper:
 
     # -- layers that the kernel reads by itself ---------------------------------------------------------------------------
 
-    def ask(self, evicted: Evicted, wanted: int) -> list[str]:
+    def ask(self, evicted: Evicted, wanted: int, among: Sequence[Entry] | None = None) -> list[str]:
         """Have the snapshotter mount complete layers over blobfs: they can be evicted once their present users are gone.
 
         Those that an eviction was refused because something else has ``data`` open, the least recently used first, until
-        they hold ``wanted`` bytes. Returns which were asked for now.
+        they hold ``wanted`` bytes. Returns which were asked for now. ``among`` is what :meth:`entries` gave a moment ago.
         """
         asked = []
-        for entry in sorted(self.entries(), key=lambda entry: entry.used_at):
+        for entry in sorted(self.entries() if among is None else among, key=lambda entry: entry.used_at):
             if wanted <= 0:
                 break
             refused = evicted.layers.get(entry.digest)
@@ -450,12 +471,13 @@ class Keeper:
 
     # -- what the snapshotter knows ---------------------------------------------------------------------------------------
 
-    def modes(self) -> dict[str, set[str]]:
-        """How the snapshotter has the layers mounted that it knows, by digest; a layer may be mounted in several variants."""
-        found: dict[str, set[str]] = {}
+    def modes(self) -> dict[str, dict[int, str]]:
+        """How the snapshotter has the layers mounted that it knows, by digest and, as a layer may be mounted in several
+        variants, by the name of the mount point below ``<root>/m``."""
+        found: dict[str, dict[int, str]] = {}
         with contextlib.suppress(StorageError, sqlite3.Error), contextlib.closing(self._metastore()) as store:
             for layer in store.layers():
-                found.setdefault(layer.digest, set()).add(layer.mode)
+                found.setdefault(layer.digest, {})[layer.id] = layer.mode
         return found
 
     def _metastore(self) -> Metastore:
@@ -496,6 +518,6 @@ def _batches(frames: NDArray[np.int64], sizes: NDArray[np.uint32]) -> Iterator[N
             yield frames[start : min(start + _BATCH_FRAMES, high)]
 
 
-def matches(prefixes: Collection[str], entries: Sequence[Entry]) -> list[str]:
-    """Those of ``prefixes`` that no layer's digest begins with."""
-    return [prefix for prefix in prefixes if not any(digests.hex_of(e.digest).startswith(prefix) for e in entries)]
+def unmatched(prefixes: Collection[str], known: Collection[str]) -> list[str]:
+    """Those of ``prefixes`` that none of the digests ``known`` begins with."""
+    return [prefix for prefix in prefixes if not any(digests.hex_of(digest).startswith(prefix) for digest in known)]

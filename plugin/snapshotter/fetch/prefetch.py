@@ -30,6 +30,8 @@ log = logging.getLogger(__name__)
 
 _WINDOW: Final = 4 << 20
 """Compressed bytes within which the order of need gives way to the order of the blob, so that ranges become larger."""
+_WINDOW_FRAMES: Final = 1024
+"""Frames of such a window at most: others wait for the event loop while it is put in order."""
 _RANGE: Final = 1 << 20
 """Compressed bytes of a ranged read."""
 _FAILURES: Final = 3
@@ -70,7 +72,7 @@ def pieces(merged: Sequence[tuple[int, Run]], starts: Sequence[Sequence[int]], m
                 return
             window[place, frame] = len(window)
             size += length
-            if size >= _WINDOW:
+            if size >= _WINDOW or len(window) >= _WINDOW_FRAMES:
                 yield from _joined(window, starts)
                 window, size = {}, 0
     yield from _joined(window, starts)
@@ -122,21 +124,23 @@ class Prefetcher:
             layer.profiled = True
         self.begun += 1
         self._running += 1
-        self._work.spawn(self._run([layer for layer, _ in profiles], merge([runs for _, runs in profiles])), "prefetch")
+        self._work.spawn(self._run([layer for layer, _ in profiles], [runs for _, runs in profiles]), "prefetch")
 
     async def close(self) -> None:
         """Stop."""
         await self._work.close()
 
-    async def _run(self, layers: list[Layer], merged: list[tuple[int, Run]]) -> None:
+    async def _run(self, layers: list[Layer], profiles: list[Sequence[Run]]) -> None:
         began = time.monotonic()
         failed: Counter[int] = Counter()
         why, size = "", 0
         try:
+            merged = await asyncio.to_thread(merge, profiles)
             async with asyncio.TaskGroup() as group:
                 for piece in pieces(merged, [layer.starts for layer in layers], self.config.image_max):
                     if why := self._ends():
                         break
+                    await asyncio.sleep(0)  # there may be many that are there already
                     layer = layers[piece.place]
                     states, flights = layer.presence.states, layer.flights
                     frames = [

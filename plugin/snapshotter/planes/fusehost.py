@@ -50,7 +50,7 @@ from typing import Any, Final
 from weenv.core import log as logs
 from weenv.core.accepting import Entrance
 from weenv.core.process import fork, outlive
-from weenv.core.unixsocket import bind_private, is_trusted
+from weenv.core.unixsocket import accept_trusted, bind_private
 from weenv.plugin.snapshotter.planes.fuseserver import GAVE_UP, PACKET, Mounted, go_on, pack, serve_new, start_time
 
 log = logging.getLogger(__name__)
@@ -135,11 +135,8 @@ class Host:
             os.unlink(self.path)
 
     def _accept(self, entrance: Entrance) -> None:
-        client = entrance.accept()
+        client = accept_trusted(entrance)
         if client is None:
-            return
-        if not is_trusted(client):
-            client.close()
             return
         client.settimeout(30.0)
         self.clients[client.fileno()] = client

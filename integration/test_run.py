@@ -22,7 +22,7 @@ from weenv.environment.lifecycle import NoSuchEnvironment, StartError
 from weenv.environment.node import Node as RunNode
 from weenv.environment.rootfs import FileError
 from weenv_testkit import tools
-from weenv_testkit.procs import processes_of, wait_until
+from weenv_testkit.procs import processes_of, signalled, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.running import NAMESPACE, Bench
 from weenv_testkit.store import Store
@@ -140,9 +140,8 @@ def test_signals_reach_it_and_it_is_removed(bench: Bench) -> None:
         bench.argv("run", "--rm", bench.plan, "--", "sh", "-c", "trap '' INT; echo up; sleep 1000"), stdout=subprocess.PIPE
     )
     assert child.stdout is not None and child.stdout.readline() == b"up\n"
-    child.send_signal(signal.SIGINT)
-    time.sleep(0.2)
-    child.send_signal(signal.SIGINT)
+    signalled(child, signal.SIGINT)
+    signalled(child, signal.SIGINT)
     assert child.wait(60) == 137
     child.stdout.close()
 

@@ -195,6 +195,21 @@ def thread_states(pid: int) -> list[str]:
     return found
 
 
+def signalled(child: subprocess.Popen[bytes], number: int) -> None:
+    """Send a child a signal and wait until it has taken it: of the same one sent twice it may else get one."""
+    child.send_signal(number)
+
+    def taken() -> bool:
+        try:
+            with open(f"/proc/{child.pid}/status") as file:
+                fields = dict(line.split(":", 1) for line in file)
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        return not int(fields["ShdPnd"], 16) >> number - 1 & 1  # pending for the whole process; proc_pid_status(5)
+
+    wait_until("the signal to be taken", taken, interval=0.001)
+
+
 def end_processes(victims: Iterable[int], timeout: float = 60) -> None:
     """SIGKILL processes of ours and wait until they are gone. Uses pidfds, so a reused pid is never hit."""
     handles = []

@@ -68,16 +68,21 @@ def line(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+def by_skopeo(policy: str, plain: str, ref: str, store: Store) -> None:
+    """Have skopeo push an image as zstd:chunked."""
+    layout = f"oci:{store.directory}/chunked:{ref.rpartition('/')[2].replace(':', '-')}"
+    flags = ("--dest-compress", "--dest-compress-format", "zstd:chunked", "--src-tls-verify=false")
+    skopeo(policy, "copy", *flags, f"docker://{plain}", layout)
+    skopeo(policy, "copy", "--dest-tls-verify=false", layout, f"docker://{ref}")
+
+
 @pytest.fixture(scope="module")
 def chunked(tars: list[str], store: Store, registry: Registry, policy: str) -> Foreign:
     """zstd:chunked, by skopeo."""
     made = store.layout.image([store.layout.layer(path) for path in tars], "foreign")
     plain = store.layout.push("foreign", registry, "foreign/odd", "plain")
     ref = f"{registry.host}/foreign/odd:chunked"
-    layout = f"oci:{store.directory}/chunked:1"
-    flags = ("--dest-compress", "--dest-compress-format", "zstd:chunked", "--src-tls-verify=false")
-    skopeo(policy, "copy", *flags, f"docker://{plain}", layout)
-    skopeo(policy, "copy", "--dest-tls-verify=false", layout, f"docker://{ref}")
+    by_skopeo(policy, plain, ref, store)
     manifest, digest = registry.manifest("foreign/odd", "chunked")
     return Foreign(ref, plain, tars, manifest, digest, [layer.diff_id for layer in made.layers], without_empty)
 

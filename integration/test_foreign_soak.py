@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from test_foreign import (  # noqa: F401 (collected here once more)
-    NODE_SETTINGS,
     Foreign,
+    by_skopeo,
     chunked,
     compare,
     layers,
@@ -24,13 +24,15 @@ from weenv.plugin.snapshotter.status import collect
 from weenv_testkit import corpus, tools, trees
 from weenv_testkit.containerd import Containerd
 from weenv_testkit.dockerd import Dockerd
-from weenv_testkit.images import busybox_members, write_tar
+from weenv_testkit.images import Member, busybox_members, write_tar
 from weenv_testkit.node import Node
 from weenv_testkit.procs import run, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
 pytestmark = pytest.mark.soak
+NODE_SETTINGS = {"snapshotter": "foreign = true", "blobfs.fill": "enabled = false"}
+"""What was not read is not there, so blobfs is needed."""
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +119,33 @@ def test_it_survives_a_restart_of_everything(node: Node, chunked: Foreign) -> No
     node.restart()
     expected = hashlib.sha256(corpus.noise(3 << 20)).hexdigest()
     assert node.shell(chunked.ref, "sha256sum /etc/noise", namespace).split()[0] == expected
+
+
+def test_a_tail_that_the_disk_has_lost_is_made_again(
+    node: Node, store: Store, registry: Registry, policy: str, home: str
+) -> None:
+    """Whoever reads waits for it: the table of contents is fetched and read by a child of the running blobfs."""
+    late = corpus.noise(1 << 20, 77)
+    tar = write_tar(os.path.join(home, f"tail-{node.line}.tar"), [*busybox_members(), Member("etc/late", late)])
+    store.layout.image([store.layout.layer(tar)], f"tail-{node.line}")
+    plain = store.layout.push(f"tail-{node.line}", registry, "foreign/tail", f"plain-{node.line}")
+    ref = f"{registry.host}/foreign/tail:chunked-{node.line}"
+    by_skopeo(policy, plain, ref, store)
+    manifest, _ = registry.manifest("foreign/tail", f"chunked-{node.line}")
+    (layer,) = manifest["layers"]
+    namespace = node.pull(ref)
+    toc = os.path.join(node.root, "layers", "sha256", layer["digest"].partition(":")[2], "toc")
+    with open(toc, "r+b") as file:
+        good = file.read()
+        file.seek(len(good) // 2)
+        file.write(b"the disk was here")
+    node.expect("a stored tail is damaged")
+    node.expect("a damaged tail has been replaced")
+    node.restart()
+    assert node.shell(ref, "sha256sum /etc/late", namespace).split()[0] == hashlib.sha256(late).hexdigest()
+    with open(toc, "rb") as file:
+        assert file.read() == good
+    assert node.blobfs.metric("weenv_blobfs_tails_replaced_total") == 1
 
 
 def test_names_that_are_not_utf8(node: Node, store: Store, registry: Registry, home: str) -> None:

@@ -219,7 +219,8 @@ async def test_a_damaged_tail_is_made_again_by_another_process(
     assert Path(directory, "toc.damaged").read_bytes() == bad
 
 
-async def test_a_mirror_with_another_toc_spoils_no_repair(blob: Blob, tmp_path: Path) -> None:
+async def test_a_mirror_with_another_toc_spoils_no_repair(tmp_path: Path) -> None:
+    blob = BLOBS["estargz"]
     directory, source = stored(blob, tmp_path)
     toc = Path(directory, "toc")
     good = toc.read_bytes()
@@ -231,10 +232,10 @@ async def test_a_mirror_with_another_toc_spoils_no_repair(blob: Blob, tmp_path: 
 
 
 async def test_a_tail_that_another_version_made_is_not_replaced_by_ours(
-    blob: Blob, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The mounted metadata points into the stream that the old one describes. It is not tried again every five seconds."""
-    directory, source = stored(blob, tmp_path)
+    directory, source = stored(BLOBS["estargz"], tmp_path)
     toc = Path(directory, "toc")
     toc.write_bytes(b"whatever it was")
     source = dataclasses.replace(source, toc_digest=sha256(b"made by an older version"))

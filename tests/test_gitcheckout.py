@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import shutil
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from weenv.core.errors import FormatError, NotFoundInSource, WeenvError
 from weenv.environment.compose import StackedLayer
 from weenv.environment.model import Mutation
+from weenv.environment.mutate import changes, gitcheckout
 from weenv.environment.mutate.gitformat import PackIndex, pack_entry, read_index, tree_entries, write_index
 from weenv.environment.mutate.gitrepo import parse_config
 from weenv.environment.mutate.mutation import MutationError
@@ -283,6 +285,46 @@ async def test_what_cannot_be_checked_out_is_said(loose: History, tmp_path: Path
     with pytest.raises(MutationError) as caught:
         await mutated(history, tmp_path, Mutation(git_commit=to, directory="/testbed"))
     assert text in str(caught.value)
+
+
+def made_tree(repo: Path, *rows: str) -> str:
+    given = "".join(f"{row}\0" for row in rows)
+    done = subprocess.run(["git", "mktree", "-z"], cwd=repo, input=given, text=True, capture_output=True, env=ENV, check=True)
+    return done.stdout.strip()
+
+
+@pytest.mark.parametrize("kind", ["trees", "blobs", "deep"])
+async def test_a_small_repository_does_not_ask_for_much(
+    loose: History, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Trees that hold one another many times over, and one large file under many names; others have their turns meanwhile."""
+    repo = loose.path
+    if kind == "blobs":
+        monkeypatch.setattr(changes, "MAX_DATA", 16 << 20)
+        (repo / "zeros").write_bytes(b"\0" * (4 << 20))
+        blob = git(repo, "hash-object", "-w", "zeros")
+        (repo / "zeros").unlink()
+        tree = made_tree(repo, *(f"100644 blob {blob}\tf{number}" for number in range(50)))
+    else:
+        monkeypatch.setattr(gitcheckout, "_MAX_CHANGES", 20_000)
+        width, levels, name = (10, 12, "d") if kind == "trees" else (1, 40, "d" * 120)
+        tree = made_tree(repo)
+        for _ in range(levels):
+            tree = made_tree(repo, *(f"040000 tree {tree}\t{name}{number}" for number in range(width)))
+    commit = git(repo, "commit-tree", "-m", "x", tree)
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            await asyncio.sleep(0.001)
+            turns += 1
+
+    task = asyncio.create_task(others())
+    with pytest.raises(WeenvError, match=r"more than|deeper than"):
+        await mutated(loose, tmp_path, Mutation(git_commit=commit, directory="/testbed"))
+    task.cancel()
+    assert turns > 5
 
 
 @pytest.mark.parametrize("commit", ["0" * 40, "0123456", "ffff" * 16])

@@ -15,17 +15,18 @@ MAX_STEPS = 20_000_000
 
 @dataclass(slots=True)
 class Budget:
-    """What is left for one patch. It is asked before anything is inflated, copied or searched."""
+    """What is left for one patch, or whatever ``what`` is. It is asked before anything is inflated, copied or searched."""
 
     bytes: int = MAX_BYTES
     steps: int = MAX_STEPS
+    what: str = "the patch"
 
     def spend(self, size: int) -> None:
         """``size`` bytes. Raises LimitError."""
         self.bytes -= size
         if self.bytes < 0:
             raise LimitError(
-                f"it changes or makes more than {MAX_BYTES} bytes of files", member="the patch",
+                "it changes or makes too many bytes of files (the limit is about a GiB)", member=self.what,
                 hint="publish them as a group, or use a run mutation",
             )  # fmt: skip
 
@@ -34,5 +35,6 @@ class Budget:
         self.steps -= count
         if self.steps < 0:
             raise LimitError(
-                "its hunks lie too far from where they should, or are too many", member="the patch", hint="make it anew"
-            )
+                "its hunks or instructions lie too far from where they should, or are too many", member=self.what,
+                hint="make it anew",
+            )  # fmt: skip

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from weenv.core.errors import LimitError
 from weenv.environment.mutate.view import MAX_LINKS, MAX_PATH, Inode, Path, PathError, TreeView, components, text
 from weenv.layer.limits import DEFAULT_LIMITS
 from weenv.layer.tarscan import Member
@@ -22,6 +23,8 @@ from weenv.layer.toc import BLOCK, CHAR, DIRECTORY, FILE, NO_DATA, SYMLINK
 
 MAX_DEPTH = DEFAULT_LIMITS.max_depth
 """Directories in a path: what a layer may have."""
+MAX_DATA = 1 << 30
+"""Bytes of all changed files together, which are held in memory."""
 _CAPABILITY = b"security.capability"
 
 
@@ -44,6 +47,10 @@ class Node:
     data: bytes | None = None
     source: Inode | None = None
     opaque: bool = False
+
+
+def _size(node: Node | None) -> int:
+    return len(node.data) if node is not None and node.data is not None else 0
 
 
 class _Branch:
@@ -83,6 +90,7 @@ class Changes:
         self.view = view
         self.stamp = view.newest() + 1
         self._top = _Branch()
+        self._held = 0
 
     # -- looking
 
@@ -201,9 +209,15 @@ class Changes:
         self._set(path, node)
 
     def _set(self, path: Path, node: Node | None) -> _Branch:
+        """Raises LimitError where that is more data than a layer of changes may have."""
         branch = self._top
         for name in path:
             branch = branch.names.setdefault(name, _Branch())
+        self._held += _size(node) - _size(branch.node)
+        if self._held > MAX_DATA:
+            raise LimitError(
+                f"more than {MAX_DATA} bytes of files are changed", member=text(path), hint="publish them as a group"
+            )
         branch.node, branch.touched = node, True
         return branch
 
@@ -269,7 +283,13 @@ class Changes:
             raise PathError("the root cannot be deleted", member="/")
         if self.at(path) is None:
             raise PathError("does not exist", member=text(path))
-        self._set(path, None).names.clear()
+        branch = self._set(path, None)
+        todo = list(branch.names.values())
+        branch.names.clear()
+        while todo:
+            gone = todo.pop()
+            self._held -= _size(gone.node)
+            todo.extend(gone.names.values())
 
     def _writable(self, path: Path) -> None:
         if not path:

@@ -16,6 +16,7 @@ a file of that same second is hashed here, once, up to :data:`MAX_HASHED` bytes 
 
 from __future__ import annotations
 
+import asyncio
 import fnmatch
 import re
 from collections.abc import Callable
@@ -27,13 +28,19 @@ from weenv.environment.mutate.delta import object_name
 from weenv.environment.mutate.gitformat import ALGORITHMS, SKIP_WORKTREE, IndexEntry, read_index, write_index
 from weenv.environment.mutate.gitrepo import Read, Repository, open_repository
 from weenv.environment.mutate.patch import EXECUTABLE, GITLINK, REGULAR, SYMLINK_MODE
-from weenv.environment.mutate.view import Path, PathError, text
+from weenv.environment.mutate.view import MAX_PATH, Path, PathError, text
 from weenv.layer.tarscan import show
 from weenv.layer.toc import DIRECTORY, FILE, SYMLINK
 
+MAX_INDEX = 64 << 20
+"""Bytes of the index: some 600 000 files."""
 MAX_HASHED = 64 << 20
 """Bytes of files hashed because the index is as old as they are."""
 _MAX_CHANGES = 200_000
+_MAX_NAMES = 64 << 20
+"""Bytes of the names of all that differs."""
+_MAX_RULES = 20_000_000
+"""Patterns of .gitattributes times files that they are asked about."""
 _DIRECTORY_MODE = 0o040000
 
 Item = tuple[int, bytes]
@@ -57,7 +64,7 @@ class _Checkout:
     async def run(self, commit: str) -> None:
         repo = self.repo
         index_path = (*repo.gitdir, b"index")
-        data, node = await repo.file(b"index", limit=1 << 30), self.changes.at(index_path)
+        data, node = await repo.file(b"index", limit=MAX_INDEX), self.changes.at(index_path)
         if data is None or node is None:
             raise PathError("is missing", member=text(index_path), hint="publish the repository with its work tree checked out")
         index = read_index(data, repo.width)
@@ -97,12 +104,18 @@ class _Checkout:
         """Paths that differ between two trees (empty: no tree), with what they are in each."""
         found: dict[bytes, tuple[Item | None, Item | None]] = {}
         todo = [(b"", old, new)]
+        visited = spelt = 0
         while todo:
             prefix, before, after = todo.pop()
             if before == after:
                 continue
-            if prefix.count(b"/") > 1000:
-                raise LimitError("a tree deeper than 1000 directories", member=show(prefix))
+            if prefix.count(b"/") > 1000 or len(prefix) > MAX_PATH:
+                raise LimitError("a tree deeper than 1000 directories, or with a longer path than a file can have",
+                                 member=show(prefix[:200]))  # fmt: skip
+            visited += 1  # trees may hold nothing but each other, and that many times over
+            spelt += len(prefix)
+            if not visited % 100:
+                await asyncio.sleep(0)
             left = await self.repo.tree(before) if before else {}
             right = await self.repo.tree(after) if after else {}
             for name in {*left, *right}:
@@ -115,9 +128,11 @@ class _Checkout:
                 files = [item if item is not None and item[0] != _DIRECTORY_MODE else None for item in (a, b)]
                 if any(files):
                     found[prefix + name] = (files[0], files[1])
-                if len(found) > _MAX_CHANGES:
+                    spelt += len(prefix) + len(name)
+                if len(found) + visited > _MAX_CHANGES or spelt > _MAX_NAMES:
                     raise LimitError(
-                        f"more than {_MAX_CHANGES} files differ", member="git", hint="publish a group of that commit"
+                        f"more than {_MAX_CHANGES} files and directories differ", member="git",
+                        hint="publish a group of that commit",
                     )
         return found
 
@@ -167,7 +182,12 @@ class _Checkout:
                 item = (await self.repo.tree(item[1])).get(name) if item is not None and item[0] == _DIRECTORY_MODE else None
             if item is not None and item[0] in (REGULAR, EXECUTABLE):
                 rules += self._rules(folder, (await self.repo.object(item[1]))[1])
-        for path, (_, after) in changed.items():
+        if len(rules) * len(changed) > _MAX_RULES:
+            raise LimitError("too many rules in .gitattributes for so many changes", member=text(self.repo.gitdir),
+                             hint="use a run mutation")  # fmt: skip
+        for number, (path, (_, after)) in enumerate(changed.items()):
+            if not number % 100:
+                await asyncio.sleep(0)
             if after is not None and after[0] in (REGULAR, EXECUTABLE):
                 for matches, why in rules:
                     if matches(path):

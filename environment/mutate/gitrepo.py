@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import zlib
 from collections import OrderedDict
 from typing import Protocol
 
 from weenv.core.errors import FormatError, LimitError, NotFoundInSource, UnsupportedError
+from weenv.environment.mutate.budget import Budget
 from weenv.environment.mutate.changes import Changes, Node
 from weenv.environment.mutate.delta import apply_delta, inflate, object_name
 from weenv.environment.mutate.gitformat import (
@@ -26,10 +28,17 @@ from weenv.layer.toc import DIRECTORY, FILE, SYMLINK
 MAX_OBJECT = 256 << 20
 """Bytes of one object, inflated."""
 MAX_INDEX = 512 << 20
+"""Bytes of all pack indexes together."""
+MAX_DELTAS = 64 << 30
+"""Bytes that all deltas of a checkout make, those on the way to an object included."""
+MAX_STEPS = 50_000_000
+"""Instructions of all deltas, and entries of all trees, of a checkout: about a minute of one CPU."""
 _CHAIN = 10_000
 """Deltas upon deltas; git itself stops at 4095."""
 _LOOSE_HEAD = re.compile(rb"(commit|tree|blob|tag) (0|[1-9][0-9]{0,18})\0")
 _KEEP = 32 << 20
+_TREES = 100_000
+"""Entries of trees that are kept parsed."""
 
 
 class Read(Protocol):
@@ -51,6 +60,9 @@ class Repository:
         self._packs: list[tuple[PackIndex, Node, str]] | None = None
         self._objects: OrderedDict[bytes, tuple[bytes, bytes]] = OrderedDict()
         self._size = 0
+        self._trees: OrderedDict[bytes, dict[bytes, tuple[int, bytes]]] = OrderedDict()
+        self._entries = 0
+        self.budget = Budget(MAX_DELTAS, MAX_STEPS, "the repository")
 
     # -- files
 
@@ -80,10 +92,14 @@ class Repository:
             node = self.changes.at(folder)
             names = self.changes.names(folder) if node is not None and node.kind == DIRECTORY else {}
             packs = []
+            room = MAX_INDEX
             for name, item in names.items():
                 pack = names.get(name[:-4] + b".pack") if name.endswith(b".idx") else None
                 if pack is not None and pack.kind == FILE and item.kind == FILE:
-                    data = await self.content(item, 0, MAX_INDEX)
+                    data = await self.content(item, 0, room + 1)
+                    room -= len(data)
+                    if room < 0:
+                        raise LimitError(f"its pack indexes have more than {MAX_INDEX} bytes", member=text(folder))
                     packs.append((PackIndex(data, self.width, text((*folder, name))), pack, text((*folder, name))))
             self._packs = packs
         return self._packs
@@ -150,7 +166,8 @@ class Repository:
             raise FormatError("is damaged", member=what) from error
         if head is None or int(head[2]) > MAX_OBJECT:
             raise FormatError("has a head that is damaged or of an absurd size", member=what)
-        return head[1], inflate(data, head.end() + int(head[2]), what)[head.end() :]
+        whole = await asyncio.to_thread(inflate, data, head.end() + int(head[2]), what)
+        return head[1], whole[head.end() :]
 
     async def _packed(self, name: bytes) -> tuple[bytes, bytes] | None:
         for index, pack, where in await self.packs():
@@ -170,7 +187,7 @@ class Repository:
             total += entry.size
             if entry.size > MAX_OBJECT or total > 4 * MAX_OBJECT or len(deltas) > _CHAIN:
                 raise LimitError("is too large, or too long a chain of deltas", member=what)
-            content = inflate(memoryview(data)[entry.start :], entry.size, what)
+            content = await asyncio.to_thread(inflate, memoryview(data)[entry.start :], entry.size, what)
             if entry.kind == OFS_DELTA:
                 if not 0 < entry.base_offset <= offset:
                     raise FormatError("a delta with a base outside its pack", member=what)
@@ -185,7 +202,7 @@ class Repository:
                 offset = base
                 continue
             for delta in reversed(deltas):
-                content = apply_delta(content, delta, what)
+                content = await asyncio.to_thread(apply_delta, content, delta, what, self.budget)
             return KINDS[entry.kind], content
 
     async def commit_tree(self, name: bytes) -> bytes:
@@ -201,10 +218,22 @@ class Repository:
 
     async def tree(self, name: bytes) -> dict[bytes, tuple[int, bytes]]:
         """The entries of a tree."""
+        kept = self._trees.get(name)
+        if kept is not None:
+            self._trees.move_to_end(name)
+            self.budget.step()
+            return kept
         kind, data = await self.object(name)
         if kind != KINDS[TREE]:
             raise FormatError("is no tree", member=f"object {name.hex()}")
-        return tree_entries(data, self.width, f"tree {name.hex()}")
+        found = tree_entries(data, self.width, f"tree {name.hex()}")
+        self.budget.step(1 + len(found))
+        self._trees[name] = found
+        self._entries += len(found) + 1
+        while self._entries > _TREES and len(self._trees) > 1:
+            self._entries -= len(self._trees.popitem(last=False)[1]) + 1
+        await asyncio.sleep(0)  # whoever else has this loop gets a turn
+        return found
 
     # -- references
 

@@ -27,7 +27,7 @@ setup:
 # Two processes (see conftest.py): one has all that is real but in a guest, from its first test to its last, the other the rest.
 test: setup
 	$(KIT) -m weenv_testkit.prefetch
-	.venv/bin/python -m pytest -m "not soak" -n 2 --dist loadgroup $(PYTEST_ARGS)
+	.venv/bin/python -m pytest -m "not soak" -n 2 $(PYTEST_ARGS)
 
 demo: setup
 	@$(KIT) -m weenv_testkit.demo $(DEMO_ARGS)

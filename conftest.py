@@ -9,17 +9,29 @@ from collections.abc import Iterator
 import pytest
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With ``-n 2 --dist loadgroup``: tests with real parts are one group, because they measure and count what is the whole
-    machine's, but for those in a guest; each file of the others is one. The largest group is handed out first, so one process
-    does nothing else.
+GUESTS = ("test_elastic_guests.py", "test_install.py", "test_kit_kernels.py", "test_planes_old_kernel.py")
+"""Those of integration/ that boot kernels of their own, and so see nothing of what else runs here."""
+
+
+def work_of(nodeid: str) -> str:
+    """The piece of work that a test belongs to."""
+    path = nodeid.partition("::")[0]
+    return "integration" if path.startswith("integration/") and os.path.basename(path) not in GUESTS else path
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """How the processes of ``-n 2`` share the tests: those with real parts are one piece of work, because they measure and count
+    what is the whole machine's; of the others, each file is one. The largest is handed out first, so one process has nothing
+    else to do, from the first of them to the last.
     """
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        return
-    for item in items:
-        real = "integration" in item.path.parts and item.get_closest_marker("guest") is None
-        item.add_marker(pytest.mark.xdist_group("integration" if real else item.path.stem))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return work_of(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -16,10 +16,7 @@ from weenv_testkit import kernels
 from weenv_testkit.kernels import LINUX_6_12, UML, run_tests
 from weenv_testkit.pressure import GROWN
 
-pytestmark = [
-    pytest.mark.guest,
-    pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64"),
-]
+pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SOME = "2.1 and (memory_is_followed or nothing_left_is_ended or faster_than_anybody_looks)"

@@ -12,10 +12,7 @@ from weenv_testkit.installguest import PACKAGES, SUITES, suite_to_boot, usable
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
 
-pytestmark = [
-    pytest.mark.guest,
-    pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64"),
-]
+pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
 
 
 def node(suite: str, store: Store, registry: Registry, *more: str, timeout: float) -> None:

@@ -11,10 +11,7 @@ from weenv_testkit import kernels, tools
 from weenv_testkit.kernels import LINUX_6_1, LINUX_6_12, UML, UML_6_1, Kernel
 from weenv_testkit.procs import Failed, mounts_under, processes_of
 
-pytestmark = [
-    pytest.mark.guest,
-    pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64"),
-]
+pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
 
 SEEN = """
 set -e

@@ -151,7 +151,7 @@ async def connected(node: Node, handler: Handler, **settings: Any) -> AsyncItera
 
 async def until(what: str, check: Any) -> None:
     """Wait for ``check`` without standing in the way of the plugin."""
-    await asyncio.to_thread(wait_until, what, check, 20)
+    await asyncio.to_thread(wait_until, what, check, 60)
 
 
 @contextmanager

@@ -13,10 +13,7 @@ import pytest
 from weenv_testkit import kernels, tools
 from weenv_testkit.kernels import LINUX_6_1, UML_6_1, Kernel, run_tests
 
-pytestmark = [
-    pytest.mark.guest,
-    pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64"),
-]
+pytestmark = pytest.mark.skipif(not kernels.supported(), reason="these kernels are for x86-64")
 
 SCRIPT = """
 cd "$CLONE"

@@ -200,7 +200,9 @@ def unix_socket(name: str, path: str, remedy: str) -> Finding:
             probe.settimeout(2)
             probe.connect(path)
     except OSError as error:
-        return Finding(name, "fail", f"{path}: {error.strerror or error}", rights.remedy(error, remedy))
+        if rights.remedy(error):
+            return Finding(name, "skip", f"{path}: {error.strerror}, so not tried", "run weenv doctor as root")
+        return Finding(name, "fail", f"{path}: {error.strerror or error}", remedy)
     if mode & 0o077:
         return Finding(name, "warn", f"{path}: mode {mode:04o}", f"chmod 600 {path}")
     return Finding(name, "ok", path)

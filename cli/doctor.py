@@ -14,7 +14,6 @@ import click
 from weenv.cli import checks, nodechecks, render
 from weenv.core import rights
 from weenv.core.errors import UnavailableError, WeenvError
-from weenv.core.settings import read_tables
 
 START = "weenv install sets the node up; without systemd: weenv serve"
 """What to do where our daemons do not run."""
@@ -98,6 +97,8 @@ def _blobs(path: str, status_socket: str) -> list[checks.Finding]:
         answer = None
     if answer is None:
         found = checks.unix_socket("blobfs", status_socket, remedy)
+        if found.state == "skip":
+            return [found]
         why = f" ({found.seen})" if found.state == "fail" else ""
         return [checks.Finding("blobfs", "fail", f"mounted at {path}, but no server answers: readers wait for it{why}", remedy)]
     cache = list(nodechecks.cache(answer))
@@ -159,7 +160,7 @@ async def _registry(host: str, config_path: str) -> checks.Finding:
 @click.option("--registry", "registries", multiple=True, metavar="HOST", help="Also see whether this registry answers.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def doctor(config_path: str, containerd_config: str, docker_config: str, registries: tuple[str, ...], as_json: bool) -> None:
-    """Check kernel, containerd, docker, sockets, disk, NRI and registries; say what to mend.
+    """Check kernel, containerd, docker, sockets, disk, registries, policy and NRI; say what to mend.
 
     Changes nothing. Exit code 1 where something would keep images from being lazy; what is only slower, or only keeps
     elastic provisioning from working well, is a warning.
@@ -174,7 +175,8 @@ def doctor(config_path: str, containerd_config: str, docker_config: str, registr
     from weenv.plugin.snapshotter.blobfs import config as blobfs_config
     from weenv.plugin.snapshotter.config import load
 
-    config, run, blobfs = load(config_path), runconfig.load(config_path).run, blobfs_config.load(config_path)
+    config, node, blobfs = load(config_path), runconfig.load(config_path), blobfs_config.load(config_path)
+    run = node.run
     findings = [*checks.kernel()]
     plane = _plane(config.plane, config.root)
     chosen = plane.seen.partition(":")[0]
@@ -190,9 +192,10 @@ def doctor(config_path: str, containerd_config: str, docker_config: str, registr
     findings += [*running, *written, *nodechecks.docker(docker_config, run.address, run.snapshotter)]
     findings += [checks.disk(config.root), *nodechecks.disk_abilities(config.root)]
     findings += asyncio.run(_registries(registries, config_path))
+    findings.append(nodechecks.policy(node.tables))
     findings += nodechecks.control_groups()
     if version and tables is not None:
-        findings += nodechecks.nri(tables, version, nriconfig.from_tables(read_tables(config_path)).socket)
+        findings += nodechecks.nri(tables, version, nriconfig.from_tables(node.tables).socket)
     if as_json:
         render.print_json([{"name": f.name, "state": f.state, "seen": f.seen, "remedy": f.remedy} for f in findings])
     else:

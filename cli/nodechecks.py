@@ -1,4 +1,4 @@
-"""What ``weenv doctor`` looks at besides the kernel and containerd's configuration: the disk's abilities, docker, NRI, cgroups.
+"""What ``weenv doctor`` looks at besides the kernel and containerd's configuration: the disk, the policy, docker, NRI, cgroups.
 
 Each check returns findings, as those of cli/checks.py; none of them changes anything. The facts behind them:
 
@@ -17,11 +17,12 @@ import fcntl
 import json
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from weenv.cli.checks import Finding, nearest, quiet_socket, walk
-from weenv.core.errors import ConfigError
+from weenv.cli.render import counted
+from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.regular import read_whole, regular
 from weenv.plugin.nri.wire.versions import Runtime, parse
 
@@ -133,6 +134,24 @@ def resend(release: str) -> Finding | None:
         return None
     remedy = "use Linux 6.9 or newer, or the plane fuse; else stop containers before blobfs is restarted"
     return Finding("FUSE resend", "warn", f"Linux {release}: readers wait for ever where blobfs is killed", remedy)
+
+
+# -- the policy ------------------------------------------------------------------------------------------------------
+
+
+def policy(tables: Mapping[str, Any]) -> Finding:
+    """Whether the node's policy can be used, keys and all; with one that cannot nothing is run, composed or resolved."""
+    from weenv.registry.groupref.policy import policy_from_tables
+
+    try:
+        found = policy_from_tables(tables)
+    except WeenvError as error:
+        return Finding("policy", "fail", str(error), error.hint or "mend [policy] in the configuration (docs/groups.md)")
+    if found is None:
+        return Finding("policy", "ok", "none: weenv accepts every group and image")
+    keys = {key.fingerprint for rule in found.rules for key in rule.keys}
+    rules = f"{counted(len(found.rules), 'rule')}, {counted(len(keys), 'key')}"
+    return Finding("policy", "ok", f"{rules}; what no rule matches: {found.default}")
 
 
 # -- docker ----------------------------------------------------------------------------------------------------------

@@ -314,7 +314,8 @@ class Conversion:
         known = None if self._options.force else self._memory.find(layer.digest)
         if known is not None and known.diff_id == diff_id:
             blob = Descriptor(MEDIA_TYPE, known.layer.digest, known.layer.size)
-            if await self._destination.has(blob, mount=False):
+            if await self._destination.has(blob, mount=False, places=known.places):
+                self._memory.store(layer.digest, known.also(self._destination.place))
                 return Outcome(SKIPPED, "converted before", known.layer, known.diff_id, known.stream_size)
         async with self._spooled:
             spool = os.path.join(self._destination.scratch, "in-" + secrets.token_hex(8))
@@ -343,7 +344,8 @@ class Conversion:
                 for temporary in (spool, out):
                     with contextlib.suppress(FileNotFoundError):
                         os.unlink(temporary)
-        result = Remembered(encoded.descriptor(), encoded.diff_id, encoded.stream_size)
+        before = known.places if known is not None and known.layer == encoded.descriptor() else ()
+        result = Remembered(encoded.descriptor(), encoded.diff_id, encoded.stream_size, before).also(self._destination.place)
         self._memory.store(layer.digest, result)
         return Outcome(CONVERTED, "", result.layer, result.diff_id, result.stream_size)
 

@@ -11,7 +11,7 @@ import contextlib
 import importlib.metadata
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import zstandard
 
@@ -20,17 +20,27 @@ from weenv.core.atomic import write_atomic
 from weenv.core.errors import WeenvError
 from weenv.layer.verify import LayerDescriptor
 
+_PLACES = 8
 FORMAT = 1
 """To be raised when the encoder writes other bytes for the same stream and parameters within one release."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remembered:
-    """A converted layer: its blob, its diffID and the length of its tar stream (bytes)."""
+    """A converted layer: its blob, its diffID and the length of its tar stream (bytes).
+
+    ``places`` are repositories, ``HOST/NAME``, that were given it: others on the same host may have it from there.
+    """
 
     layer: LayerDescriptor
     diff_id: str
     stream_size: int
+    places: tuple[str, ...] = ()
+
+    def also(self, place: str) -> Remembered:
+        """The same with one more place, the latest last."""
+        kept = [one for one in self.places if one != place]
+        return replace(self, places=(*kept, place)[-_PLACES:] if place else self.places)
 
 
 class Memory:
@@ -61,7 +71,10 @@ class Memory:
             sizes = (layer.size, layer.toc_offset, layer.toc_length, raw["stream_size"])
             if raw["source"] != digest or not all(type(size) is int and size >= 0 for size in sizes):
                 return None
-            return Remembered(layer, digests.check_digest(raw["diff_id"]), raw["stream_size"])
+            places = raw.get("places", [])
+            if not isinstance(places, list) or not all(isinstance(one, str) for one in places):
+                return None
+            return Remembered(layer, digests.check_digest(raw["diff_id"]), raw["stream_size"], tuple(places[-_PLACES:]))
         except (OSError, ValueError, TypeError, KeyError, WeenvError):
             return None
 
@@ -69,7 +82,10 @@ class Memory:
         """Remember what a source layer became."""
         if self._directory is None:
             return
-        raw = {"source": digest, "layer": asdict(result.layer), "diff_id": result.diff_id, "stream_size": result.stream_size}
+        raw = {
+            "source": digest, "layer": asdict(result.layer), "diff_id": result.diff_id, "stream_size": result.stream_size,
+            "places": result.places,
+        }  # fmt: skip
         with contextlib.suppress(OSError):
             os.makedirs(self._directory, mode=0o700, exist_ok=True)
             write_atomic(self._path(digest), json.dumps(raw).encode(), durable=False)

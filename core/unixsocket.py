@@ -106,7 +106,7 @@ def clear_path(path: str) -> None:
     """
     if len(os.fsencode(path)) > 107:
         raise ConfigError(f"socket path is longer than 107 bytes: {path}", hint="use a shorter run directory")
-    os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
+    os.makedirs(os.path.dirname(path), mode=0o711, exist_ok=True)  # as weenv.tmpfiles has it
     try:
         if not stat.S_ISSOCK(os.lstat(path).st_mode):
             raise ConfigError(f"{path} exists and is no socket", hint="remove it, or choose another path")

@@ -59,6 +59,7 @@ KEYS = {
     "host": "a registry",
     "id": "number of a snapshot's directory",
     "image": "reference of the image",
+    "in_seconds": "seconds until it is tried again",
     "key": "key of a snapshot",
     "known": "layers known",
     "layer": "digest of the layer, or its first 12 digits",

@@ -29,6 +29,7 @@ from typing import Any
 from weenv.core import digest as digests
 from weenv.core.atomic import sync_directory, write_atomic
 from weenv.core.errors import StorageError
+from weenv.core.rights import remedy
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.registry.groupref.model import LayerRef
 
@@ -136,7 +137,7 @@ class LayerStore:
             self.make()
             yield
         except OSError as error:
-            hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy(error)
             raise StorageError(f"cannot write {self.path}: {error.strerror}", errno=error.errno or 0, hint=hint) from error
 
     def _name(self, key: str, layer: LayerRef | None, reason: str) -> None:

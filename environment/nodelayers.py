@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 
 from weenv.core.aio import SingleFlight, gather_all
 from weenv.core.errors import FormatError, LimitError, NotFoundInSource, StorageError, VerificationError
+from weenv.core.rights import remedy
 from weenv.core.units import size as shown
 from weenv.environment.compose import LocalLayer, NotLazyError, StackedLayer
 from weenv.environment.composeconfig import CONVERT, REFUSE, ComposeConfig
@@ -238,7 +239,9 @@ class NodeLayers:
             self.store.make()
             os.makedirs(self._work, mode=0o700, exist_ok=True)
         except OSError as error:
-            raise StorageError(f"cannot write {self._work}: {error.strerror}", errno=error.errno or 0) from error
+            raise StorageError(
+                f"cannot write {self._work}: {error.strerror}", errno=error.errno or 0, hint=remedy(error)
+            ) from error
         while (fd := _try_lock(f"{place}.lock")) is None:  # noqa: ASYNC110 - another process's: nobody wakes us
             await asyncio.sleep(_POLL)
         try:

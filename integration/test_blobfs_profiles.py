@@ -12,7 +12,7 @@ from weenv.layer.profile import encode
 from weenv.plugin.snapshotter.blobfs.ask import ask
 from weenv.plugin.snapshotter.cache import reads
 from weenv.plugin.snapshotter.layerdir import LayerDirs
-from weenv_testkit.blobfsproc import Blobfs, drop_caches, read, running
+from weenv_testkit.blobfsproc import Blobfs, drop_caches, read
 from weenv_testkit.procs import wait_until
 from weenv_testkit.synthetic import SyntheticLayer, make_layer, payload
 
@@ -91,13 +91,6 @@ def test_what_a_profile_brings_is_recorded_when_it_is_read(blobfs: Blobfs) -> No
     assert after["frames"] == before["frames"], "nothing was fetched for these reads"
     assert read(other) == OTHER.stream, "a layer without a profile is as ever"
     assert blobfs.status()["frames"]["prefetch"] == 5
-
-
-def test_reads_are_not_recorded_where_that_is_turned_off(home: str) -> None:
-    os.makedirs(f"{home}/off")
-    with running(f"{home}/off", prefetch={"record": False}) as blobfs:
-        assert read(blobfs.add(OTHER)) == OTHER.stream
-        assert not os.path.exists(f"{blobfs.directory(OTHER)}/{reads.NAME}")
 
 
 @pytest.mark.parametrize("rounds", [pytest.param(2, id="few"), pytest.param(60, id="many", marks=pytest.mark.soak)])

@@ -197,6 +197,27 @@ def test_registry_to_registry(odd: tuple[KitLayout, Image], registry: Registry, 
     assert len([r for r in requests if r.method == "POST" and "mount=" in r.path]) >= len(set(seen["Layers"]))
 
 
+def test_images_that_share_a_layer_have_it_converted_once(registry: Registry, home: str, tmp_path: Path) -> None:
+    """Hundreds of tasks on one base, each a repository of its own: the registry has the layer mounted, nothing is read."""
+    layout = KitLayout(os.path.join(home, "shared"))
+    layers = [
+        layout.layer(write_tar(str(tmp_path / name), [Member(name, corpus.noise(400_000 + number))]), "gzip")
+        for number, name in enumerate(("base", "one", "two"))
+    ]
+    statuses = []
+    for number, name in enumerate(("one", "two"), 1):
+        layout.image([layers[0], layers[number]], name)
+        source = layout.push(name, registry, f"shared/{name}", "1")
+        mark = registry.mark()
+        result = convert(source, f"{registry.host}/shared/{name}:lazy", cache_dir=str(tmp_path / "cache"))
+        statuses.append([(layer.status, layer.reason) for layer in result.layers])
+        read = registry.blob_bytes(mark)
+        assert (result.layers[0].old.digest in read) is (name == "one") and result.layers[1].old.digest in read
+        lazy = convert(f"{registry.host}/shared/{name}:lazy", f"oci:{tmp_path}/out-{name}", cache_dir=None)
+        assert lazy.lazy, "all its blobs are there"
+    assert statuses == [[(CONVERTED, "")] * 2, [(SKIPPED, "converted before"), (CONVERTED, "")]]
+
+
 def test_index_through_a_registry(odd: tuple[KitLayout, Image], registry: Registry, home: str) -> None:
     layout = odd[0]
     other = layout.image([layout.layer(write_tar(os.path.join(home, "arm.tar"), [Member("arm", b"64\n")]))])

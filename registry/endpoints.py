@@ -7,16 +7,17 @@ import contextlib
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from typing import Protocol
 
 from weenv.core import digest as digests
 from weenv.core.atomic import write_atomic
-from weenv.core.errors import BadReference, StorageError
+from weenv.core.errors import BadReference, SourceError, StorageError
 from weenv.registry.client import RegistryClient
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import MAX_MANIFEST, Descriptor
 from weenv.registry.orasreg import Progress
-from weenv.registry.reference import LayoutLocation, Location, Reference
+from weenv.registry.reference import LayoutLocation, Location, Reference, check_repository
 from weenv.registry.source import BlobSource, LayoutSource, RegistrySource
 
 
@@ -46,11 +47,18 @@ class Destination(Protocol):
     def scratch(self) -> str:
         """A directory for files that are handed to :meth:`put`; the destination removes it."""
 
+    @property
+    def place(self) -> str:
+        """``HOST/REPOSITORY``, from which others on that host may have blobs mounted; empty where nothing can be."""
+
     def open(self) -> None:
         """Make it ready to be written to. Raises StorageError, FormatError."""
 
-    async def has(self, descriptor: Descriptor, *, mount: bool = True) -> bool:
-        """True where the blob is there, or (``mount``) could be brought there without its bytes passing through here."""
+    async def has(self, descriptor: Descriptor, *, mount: bool = True, places: Sequence[str] = ()) -> bool:
+        """True where the blob is there, or (``mount``) could be brought there without its bytes passing through here.
+
+        So it may be from one of ``places`` that held it once; where that is refused, the answer is no.
+        """
 
     async def put(self, descriptor: Descriptor, path: str, *, owned: bool, progress: Progress | None) -> None:
         """Store a blob; an ``owned`` file in :attr:`scratch` may be consumed."""
@@ -115,7 +123,12 @@ class LayoutEnd:
         """See :class:`Destination`: on the same filesystem, so that blobs appear by rename."""
         return self.layout.scratch
 
-    async def has(self, descriptor: Descriptor, *, mount: bool = True) -> bool:
+    @property
+    def place(self) -> str:
+        """See :class:`Destination`."""
+        return ""
+
+    async def has(self, descriptor: Descriptor, *, mount: bool = True, places: Sequence[str] = ()) -> bool:
         """See :class:`Destination`."""
         return self.layout.has_blob(descriptor.digest, descriptor.size)
 
@@ -208,9 +221,21 @@ class RegistryEnd:
                 hint="name one with room for the largest layers: --scratch DIR, or TMPDIR",
             ) from error  # fmt: skip
 
-    async def has(self, descriptor: Descriptor, *, mount: bool = True) -> bool:
+    @property
+    def place(self) -> str:
         """See :class:`Destination`."""
-        return await self.client.transfer.mount_blob(*self._place, descriptor, self.mount_from if mount else "")
+        return "/".join(self._place)
+
+    async def has(self, descriptor: Descriptor, *, mount: bool = True, places: Sequence[str] = ()) -> bool:
+        """See :class:`Destination`."""
+        if await self.client.transfer.mount_blob(*self._place, descriptor, self.mount_from if mount else ""):
+            return True
+        host = self.reference.host + "/"
+        for other in dict.fromkeys(place.removeprefix(host) for place in reversed(places) if place.startswith(host)):
+            with contextlib.suppress(SourceError, BadReference):  # not ours to read any more, or gone
+                if await self.client.transfer.mount_blob(*self._place, descriptor, check_repository(other)):
+                    return True
+        return False
 
     async def put(self, descriptor: Descriptor, path: str, *, owned: bool, progress: Progress | None) -> None:
         """See :class:`Destination`."""

@@ -38,6 +38,7 @@ from typing import Final, NoReturn
 from weenv.core.errors import ConfigError, WeenvError
 from weenv.core.log import configure
 from weenv.core.process import fork, holder_of, only_instance, oom_score
+from weenv.core.rights import remedy
 from weenv.core.unixsocket import bind_private, clear_path
 from weenv.systemd import notify
 from weenv.systemd.lobby import Lobby, make_channel
@@ -383,7 +384,7 @@ def serve(config: str, level: str, style: str, sockets: dict[str, str]) -> int:
     Returns the exit status. Raises ConfigError.
     """
     place = os.path.dirname(next(iter(sockets.values())))
-    os.makedirs(place, mode=0o700, exist_ok=True)
+    os.makedirs(place, mode=0o711, exist_ok=True)
     passed = notify.inherited()
     with only_instance(place, "weenv serve", _LOCK, patience=notify.patience()):
         bound = [path for name, path in sockets.items() if name not in passed]
@@ -409,6 +410,11 @@ def serve(config: str, level: str, style: str, sockets: dict[str, str]) -> int:
                     os.unlink(path)
 
 
+def _say(message: str, hint: str, status: int) -> int:
+    sys.stderr.write(f"weenv: {message}\n" + (f"  {hint}\n" if hint else ""))
+    return status
+
+
 def main() -> None:
     """``python -m weenv.systemd.supervisor CONFIG LEVEL STYLE [DAEMON=SOCKET ...]``, which ``weenv serve`` becomes."""
     config, level, style, *sockets = sys.argv[1:]
@@ -416,8 +422,9 @@ def main() -> None:
     try:
         status = serve(config, level, style, dict(item.partition("=")[::2] for item in sockets))
     except WeenvError as error:
-        sys.stderr.write(f"weenv: {error.message}\n" + (f"  {error.hint}\n" if error.hint else ""))
-        status = error.exit_code
+        status = _say(error.message, error.hint, error.exit_code)
+    except OSError as error:
+        status = _say(f"{error.filename or 'weenv serve'}: {error.strerror}", remedy(error), 1)
     sys.exit(status)
 
 

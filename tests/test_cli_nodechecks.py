@@ -13,6 +13,7 @@ import pytest
 
 from weenv.cli import nodechecks
 from weenv.cli.checks import Finding
+from weenv.registry.groupref.keys import generate, public_pem
 
 
 def states(found: Iterable[Finding]) -> dict[str, str]:
@@ -27,6 +28,24 @@ def one(found: Iterable[Finding]) -> Finding:
     (row,) = found
     assert row.remedy or row.state in ("ok", "skip")
     return row
+
+
+# -- the policy --------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_cannot_be_used_is_found(tmp_path: Path) -> None:
+    assert nodechecks.policy({}).state == "ok"
+    rule = {"match": ["registry.example/**"], "keys": [f"{tmp_path}/team.pub"]}
+    found = nodechecks.policy({"policy": {"default": "deny", "rules": [rule]}})
+    assert found.state == "fail" and found.remedy
+    assert found.seen == f"policy.rules[0].keys: cannot read the key {tmp_path}/team.pub: No such file or directory"
+    (tmp_path / "team.pub").write_bytes(public_pem(generate()))
+    assert nodechecks.policy({"policy": {"default": "deny", "rules": [rule]}}).seen == (
+        "1 rule, 1 key; what no rule matches: deny"
+    )
+    (tmp_path / "p.toml").write_text("[policy]\nrulse = []\n")
+    found = nodechecks.policy({"policy": {"file": f"{tmp_path}/p.toml"}})
+    assert found.state == "fail" and found.seen == "unknown setting p.toml.rulse" and found.remedy
 
 
 # -- disk --------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from typing import Any
 import aiohttp
 import pytest
 from simulator.gateway import Groups, directory, plan_of, serving
+from simulator.pushable import PushableRegistry, Repository
 from simulator.registry import SimulatedRegistry, redirect, stall, status
 
 from weenv.core.digest import sha256
@@ -292,6 +293,26 @@ async def test_plans_from_a_registry_stack_what_is_allowed_and_read_no_file(tmp_
             assert await gw.code("plan/x/manifests/p") == (422, "MANIFEST_INVALID")
             assert await gw.code("plan/x/manifests/b") == (422, "MANIFEST_INVALID"), "an image is no plan"
             assert await gw.code("plan/x/manifests/none") == (404, "MANIFEST_UNKNOWN")
+
+
+async def test_tags_that_are_none_are_not_handed_on(tmp_path: Path) -> None:
+    async with PushableRegistry() as sim:
+        bad = ['b"c', "<script>", "x" * 200, "a/b", "", "v>; rel=next"]
+        held = {f"sha256:{HEX}": (OCI_MANIFEST, b"{}")}
+        sim.repositories["plans/x"] = Repository(manifests=held, tags=dict.fromkeys(["v2", *bad, "v1"], f"sha256:{HEX}"))
+        async with serving(tmp_path / "root", plans=(f"{sim.host}/plans",)) as gw:
+            _, headers, body = await gw.ask("plan/x/tags/list?n=1")
+            assert json.loads(body)["tags"] == ["v1"]
+            assert headers["link"] == '</v2/plan/x/tags/list?n=1&last=v1>; rel="next"'
+            assert json.loads((await gw.ask("plan/x/tags/list"))[2])["tags"] == ["v1", "v2"]
+
+
+async def test_what_is_not_there_is_in_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """docker and ctr ask by HEAD, which has no body: they show a status, and nothing else says why."""
+    caplog.set_level(logging.INFO)
+    async with serving(tmp_path / "root", plans=(str(directory(tmp_path)),)) as gw:
+        assert (await gw.ask("plan/tpyo/manifests/latest", "HEAD"))[0] == 404
+    assert "refused: no plan tpyo:latest" in caplog.text
 
 
 async def test_what_is_refused(tmp_path: Path) -> None:

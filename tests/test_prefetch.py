@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from weenv.core.errors import UnavailableError
@@ -53,6 +53,7 @@ def test_neighbours_within_a_few_mebibytes_become_one_range_and_the_first_needed
 runs = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2), st.integers(0, 39), st.integers(1, 5)), max_size=20)
 
 
+@settings(max_examples=30)
 @given(runs, st.lists(st.integers(1, 3 * MIB), min_size=44, max_size=44), st.integers(0, 40 * MIB))
 def test_every_frame_is_in_one_piece_and_the_bound_holds(
     wanted: list[tuple[int, int, int, int]], sizes: list[int], most: int

@@ -71,10 +71,10 @@ def test_a_short_record_keeps_its_order_exactly() -> None:
 
 
 def test_a_record_of_all_of_a_large_layer_in_any_order_fits_as_far_as_its_times_allow() -> None:
-    made = encode([(frame * 7919 % 600, frame) for frame in range(20_000)])
+    made = encode([(frame * 7919 % 600, frame) for frame in range(4000)])
     assert len(made.value) <= MAX_VALUE
-    assert 0 < made.frames < 20_000 == made.frames + made.cut
-    assert encode([(frame // 100, frame) for frame in range(20_000)]).cut == 0
+    assert 0 < made.frames < 4000 == made.frames + made.cut
+    assert encode([(frame // 100, frame) for frame in range(4000)]).cut == 0
 
 
 @pytest.mark.parametrize(

@@ -118,6 +118,15 @@ async def test_forgetting_reaches_open_layers_and_closed_ones(tmp_path: Path) ->
         assert node.layer.reads.note(0, 1) == [0], "and it is recorded again"
 
 
+async def test_reads_are_not_recorded_where_that_is_turned_off(tmp_path: Path) -> None:
+    async with rig(tmp_path) as r:
+        r.table.record = False
+        node = r.table.lookup(ONE.name.encode())
+        assert node is not None and node.layer is not None
+        assert node.layer.reads.note(0, 3) == [0, 1, 2]
+        assert not os.path.exists(r.dirs.file(ONE.digest, reads.NAME))
+
+
 @pytest.mark.parametrize("layers", [None, "x", [1], ["sha256:x"], ["../../etc"], [ONE.digest] * 2000, {}])
 async def test_nonsense_is_refused(tmp_path: Path, layers: object) -> None:
     async with rig(tmp_path) as r:

@@ -13,12 +13,17 @@ from contextlib import contextmanager
 
 import pytest
 
+from weenv.cli.checks import unix_socket
+from weenv.cli.nodechecks import policy
 from weenv.core.errors import StorageError
 from weenv.core.rights import AS_ROOT
 from weenv.environment.gateway.store import Store
+from weenv.environment.layerstore import LayerStore
 from weenv.plugin.containerd.client import Client, ContainerdError
+from weenv.plugin.nri.ask import Asker, NoDaemon
 
 NOBODY = 65534
+_IMPORT = "from weenv.systemd import supervisor; import weenv.cli.daemons"
 
 
 @contextmanager
@@ -74,8 +79,12 @@ main(sys.argv[1:])
 """The command line without root's rights, but for reading modules: Python itself may be where only root can read."""
 
 
-def said(*argv: str) -> str:
-    done = subprocess.run([sys.executable, "-c", _SCRIPT, *argv], capture_output=True, text=True, timeout=60, check=False)
+_SUPERVISOR = _SCRIPT.replace("main(sys.argv[1:])", "supervisor.main()").replace("import weenv.cli.daemons", _IMPORT)
+"""What ``weenv serve`` becomes, which is no command of ours."""
+
+
+def said(*argv: str, script: str = _SCRIPT) -> str:
+    done = subprocess.run([sys.executable, "-c", script, *argv], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout) == (1, ""), done
     return done.stderr
 
@@ -88,6 +97,38 @@ def test_who_is_not_root_is_told_to_be(command: str, place: str) -> None:
     assert len(text.splitlines()) == 2, text
     first, second = text.splitlines()
     assert place in first and "Permission denied" in first and second == f"  {AS_ROOT}"
+
+
+def test_weenv_serve_wants_root(place: str) -> None:
+    text = said(f"{place}/c.toml", "info", "text", f"blobfs={place}/r/s.sock", script=_SUPERVISOR)
+    first, second = text.splitlines()
+    assert place in first and "Permission denied" in first and second == f"  {AS_ROOT}"
+
+
+def test_what_composing_writes_wants_root(place: str) -> None:
+    with unprivileged(), pytest.raises(StorageError, match=r"cannot write .*: Permission denied") as refused:
+        LayerStore(f"{place}/w", "mutations", limit=1 << 20).put("0" * 64, None)
+    assert refused.value.hint == AS_ROOT
+
+
+def test_a_daemon_that_may_not_be_asked_may_well_be_there(place: str) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(f"{place}/r/elastic.sock")
+        server.listen()
+        with unprivileged(), pytest.raises(NoDaemon) as refused:
+            Asker(f"{place}/r/elastic.sock")
+        assert "Permission denied" in str(refused.value) and "nobody" not in str(refused.value)
+        assert refused.value.hint == AS_ROOT
+        with unprivileged():
+            assert unix_socket("blobfs", f"{place}/r/elastic.sock", "start it").state == "skip"
+
+
+def test_a_policy_whose_key_may_not_be_read_says_so(place: str) -> None:
+    tables = {"policy": {"rules": [{"match": "a/**", "keys": [f"{place}/w/team.pub"]}]}}
+    with unprivileged():
+        found = policy(tables)
+    assert (found.state, found.remedy) == ("fail", AS_ROOT)
+    assert found.seen == f"policy.rules[0].keys: cannot read the key {place}/w/team.pub: Permission denied"
 
 
 def test_a_store_that_may_not_be_opened_is_not_to_be_removed(place: str) -> None:

@@ -8,7 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import pytest
+
 from weenv.core.aio import Background
+from weenv.core.errors import ConfigError
+from weenv.plugin.snapshotter.blobfs.config import BlobfsConfig
+from weenv.plugin.snapshotter.config import from_tables
 from weenv.plugin.snapshotter.layerdir import LayerDirs, LayerSource
 from weenv.plugin.snapshotter.metastore import Metastore
 from weenv.plugin.snapshotter.starts import Starts
@@ -88,3 +93,12 @@ async def test_where_no_blobfs_runs_the_next_start_tells(tmp_path: Path) -> None
             assert len(r.asked) == 1
             await r.begin(1)
             assert len(r.asked) == 1
+
+
+def test_where_blobfs_is_told_is_what_blobfs_is_configured_to() -> None:
+    assert from_tables({}).blobfs_socket == BlobfsConfig().status_socket
+    assert from_tables({"blobfs": {"status_socket": "/x/y"}}).blobfs_socket == "/x/y"
+    for wrong in ({"status_socket": 7}, 7):  # whoever reads that table complains of it
+        assert from_tables({"blobfs": wrong}).blobfs_socket == BlobfsConfig().status_socket
+    with pytest.raises(ConfigError, match="unknown setting"):
+        from_tables({"snapshotter": {"blobfs_socket": "/x"}})

@@ -16,6 +16,7 @@ import os
 import stat
 import time
 from collections.abc import Mapping
+from urllib.parse import quote
 
 from aiohttp import web
 from aiohttp.web_protocol import RequestHandler
@@ -155,11 +156,10 @@ class Server:
     def _refuse(self, request: web.Request, error: WeenvError) -> web.Response:
         status, code = status_of(error)
         level = logging.WARNING if status >= 500 else logging.INFO
-        if status != 404:
-            log.log(
-                level, "refused: %s", printable(error.message[:500]),
-                extra={"method": request.method, "path": printable(request.raw_path[:300]), "status": status, "code": code},
-            )  # fmt: skip
+        log.log(  # also of what is not there: who asks by HEAD, as docker does, is told a status and no more
+            level, "refused: %s", printable(error.message[:500]),
+            extra={"method": request.method, "path": printable(request.raw_path[:300]), "status": status, "code": code},
+        )  # fmt: skip
         answer = _json_error(status, code, str(error) or error.message, error.hint)
         if status == 401:
             answer.headers["WWW-Authenticate"] = 'Basic realm="weenv gateway", charset="UTF-8"'
@@ -274,7 +274,9 @@ class Server:
         rest = [tag for tag in found if tag > last]
         size = min(int(count), _MAX_TAGS) if count.isascii() and count.isdigit() and len(count) < 9 else _MAX_TAGS
         page = rest[:size]
-        headers = {"Link": f'</v2/{name}/tags/list?n={size}&last={page[-1]}>; rel="next"'} if page and len(rest) > size else {}
+        headers = {}
+        if page and len(rest) > size:
+            headers["Link"] = f'</v2/{name}/tags/list?n={size}&last={quote(page[-1], safe="")}>; rel="next"'
         return web.json_response({"name": name, "tags": page}, headers=headers)
 
 

@@ -110,9 +110,12 @@ class PlanSources:
                 continue
             reference = parse_reference(f"{source}/{name}")
             try:
-                found.update(await tags(self._client, reference.api_host, reference.repository))
+                listed = await tags(self._client, reference.api_host, reference.repository)
             except NotFoundInSource:
                 continue
+            for tag in listed:  # whatever a registry says
+                with contextlib.suppress(BadReference):
+                    found.add(check_tag(tag))
         if not found:
             raise NotFoundInSource(f"no plan {name}")
         return sorted(found)

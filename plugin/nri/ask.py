@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from weenv.core.errors import WeenvError
+from weenv.core.rights import remedy
 from weenv.core.unixsocket import connected
 
 MAX_LINE = 8 << 20
@@ -35,6 +36,8 @@ class Asker:
         try:
             self._socket = connected(path, timeout)
         except OSError as error:
+            if hint := remedy(error):  # there may well be one
+                raise NoDaemon(f"cannot connect to {path}: {error.strerror}", hint=hint) from error
             raise NoDaemon(
                 f"nobody serves elastic provisioning at {path}: {error.strerror or error}", hint="weenv elastic serve"
             ) from error

@@ -40,6 +40,7 @@ from typing import Any
 from weenv.core import digest as digests
 from weenv.core.errors import BadReference, ConfigError, FormatError, VerificationError
 from weenv.core.regular import Opener, read_file, regular
+from weenv.core.rights import remedy
 from weenv.registry.groupref.keys import PublicKey, load_public, read_key_file
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.reference import parse_reference
@@ -301,7 +302,11 @@ def _rule(raw: object, where: str, directory: str) -> Rule:
     loaded = []
     for name in keys:
         path = os.path.join(directory, name)
-        loaded.append(load_public(read_key_file(path), name=path))
+        try:
+            loaded.append(load_public(read_key_file(path), name=path))
+        except ConfigError as error:
+            hint = remedy(error.__cause__ or error, "put the key there, or mend the policy: nothing is accepted until then")
+            raise ConfigError(f"{where}.keys: {error.message}", hint=hint) from error
     return Rule(match, action, tuple(loaded), identity)
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 
 import pytest
 
-
 GUESTS = ("test_elastic_guests.py", "test_install.py", "test_kit_kernels.py", "test_planes_old_kernel.py")
 """Those of integration/ that boot kernels of their own, and so see nothing of what else runs here."""
 
@@ -21,9 +20,9 @@ def work_of(nodeid: str) -> str:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """How the processes of ``-n 2`` share the tests: those with real parts are one piece of work, because they measure and count
-    what is the whole machine's; of the others, each file is one. The largest is handed out first, so one process has nothing
-    else to do, from the first of them to the last.
+    """How the processes of ``-n 2`` share the tests: those with real parts are one piece of work, because they measure and
+    count what is the whole machine's; of the others, each file is one. The largest is handed out first, so one process has
+    nothing else to do, from the first of them to the last.
     """
     from xdist.scheduler import LoadScopeScheduling
 

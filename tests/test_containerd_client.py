@@ -13,7 +13,8 @@ from weenv.plugin.containerd.client import Client, ContainerdError
 
 DIALS = (  # as containerd 2.1.9 and 1.7.28 said it
     'connection error: desc = "transport: Error while dialing: dial unix:///run/weenv/snapshotter.sock: timeout"',
-    'connection error: desc = "transport: Error while dialing: dial unix /run/weenv/snapshotter.sock: connect: connection refused"',
+    'connection error: desc = "transport: Error while dialing: dial unix /run/weenv/snapshotter.sock: connect: '
+    'connection refused"',
 )
 
 

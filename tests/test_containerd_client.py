@@ -11,10 +11,10 @@ import pytest
 
 from weenv.plugin.containerd.client import Client, ContainerdError
 
+DIALING = 'connection error: desc = "transport: Error while dialing: '
 DIALS = (  # as containerd 2.1.9 and 1.7.28 said it
-    'connection error: desc = "transport: Error while dialing: dial unix:///run/weenv/snapshotter.sock: timeout"',
-    'connection error: desc = "transport: Error while dialing: dial unix /run/weenv/snapshotter.sock: connect: '
-    'connection refused"',
+    DIALING + 'dial unix:///run/weenv/snapshotter.sock: timeout"',
+    DIALING + 'dial unix /run/weenv/snapshotter.sock: connect: connection refused"',
 )
 
 

@@ -17,9 +17,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from weenv.cli import render
 from weenv.core import rights
 
 State = Literal["ok", "warn", "fail", "skip"]
+_LEAST = 1 << 20
+"""Bytes of free disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,11 +245,16 @@ def nearest(path: str) -> str:
 
 
 def disk(root: str, *, low: float = 0.05) -> Finding:
-    """Free space where layers are kept; ``low`` is the share below which it is a warning."""
+    """Free space where layers are kept; ``low`` is the share below which it is a warning.
+
+    With less than :data:`_LEAST` no snapshot can be noted down.
+    """
     stat = os.statvfs(nearest(root))
     free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
     share = free / total if total else 0.0
-    seen = f"{root}: {free / 2**30:.1f} GiB free of {total / 2**30:.1f} GiB"
+    seen = f"{root}: {render.size(free)} free of {render.size(total)}"
+    if stat.f_bfree * stat.f_frsize < _LEAST:  # root's reserve, too
+        return Finding("disk", "fail", seen, "make room, or weenv cache prune --to SIZE: nothing can be started")
     if share < low:
         return Finding("disk", "warn", seen, "free some space; with none left layers are served uncached")
     return Finding("disk", "ok", seen)

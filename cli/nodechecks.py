@@ -27,6 +27,7 @@ from weenv.core.regular import read_whole, regular
 from weenv.plugin.nri.wire.versions import Runtime, parse
 
 _PIECE = 64 << 10
+_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_DOCKER = 4 << 20
 _CAP_SYS_RESOURCE = 24
 """include/uapi/linux/capability.h"""
@@ -43,11 +44,16 @@ def disk_abilities(root: str) -> Iterator[Finding]:
     except OSError as error:
         if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
             yield Finding("disk abilities", "skip", f"{place}: {error.strerror}, so not tried", "run weenv doctor as root")
+        elif error.errno in _FULL:
+            yield Finding("disk abilities", "skip", f"{place}: {error.strerror}, so not tried", "make room first")
         else:
             yield Finding("disk abilities", "skip", f"{place}: no unnamed files ({error.strerror}), so not tried")
         return
     try:
         lacking = [(what, cost) for what, test, cost in _ABILITIES if not _can(test, fd)]
+    except OSError as error:
+        yield Finding("disk abilities", "skip", f"{place}: {error.strerror}, so not tried", "make room first")
+        return
     finally:
         os.close(fd)
     if lacking:
@@ -64,9 +70,12 @@ def disk_abilities(root: str) -> Iterator[Finding]:
 
 
 def _can(test: Callable[[int], bool], fd: int) -> bool:
+    """Raises OSError where the disk is full, which says nothing of what it can do."""
     try:
         return test(fd)
-    except OSError:
+    except OSError as error:
+        if error.errno in _FULL:
+            raise
         return False
 
 

@@ -14,6 +14,7 @@ from weenv.converter.decompress import ReadAhead, TarStream
 from weenv.converter.options import ConvertOptions
 from weenv.core.atomic import check_replaceable, sync_directory
 from weenv.core.errors import NotFoundInSource, SourceError, StorageError
+from weenv.core.rights import remedy
 from weenv.layer.encode import EncodedLayer, encode_layer
 
 Taken = Callable[[int], None]
@@ -138,5 +139,4 @@ def _umask() -> int:
 
 
 def _storage(path: str, error: OSError) -> StorageError:
-    return StorageError(f"cannot write {path}: {error.strerror}", errno=error.errno or 0,
-                        hint="make room, or set TMPDIR elsewhere" if error.errno == 28 else "")  # fmt: skip
+    return StorageError(f"cannot write {path}: {error.strerror}", errno=error.errno or 0, hint=remedy(error))

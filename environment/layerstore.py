@@ -18,7 +18,6 @@ last hour or that a layer directory of this node refers to (blobfs reads it).
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import os
 import time
@@ -137,8 +136,8 @@ class LayerStore:
             self.make()
             yield
         except OSError as error:
-            hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else remedy(error)
-            raise StorageError(f"cannot write {self.path}: {error.strerror}", errno=error.errno or 0, hint=hint) from error
+            text = f"cannot write {self.path}: {error.strerror}"
+            raise StorageError(text, errno=error.errno or 0, hint=remedy(error)) from error
 
     def _name(self, key: str, layer: LayerRef | None, reason: str) -> None:
         fields = None

@@ -13,6 +13,7 @@ leaves unreferenced blobs at most. Everything blocks; async callers use threads.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -21,7 +22,6 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import BinaryIO
 
 from weenv.core import digest as digests
@@ -35,6 +35,7 @@ from weenv.core.errors import (
     VerificationError,
 )
 from weenv.core.regular import regular
+from weenv.core.rights import remedy
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.manifest import MAX_MANIFEST, OCI_INDEX, REF_NAME, Descriptor, Index, parse_manifest
 
@@ -51,6 +52,7 @@ class Layout:
     def __init__(self, path: str) -> None:
         self.path = path
         self._scratch = ""
+        self._made = self._made_directory = False
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -158,10 +160,11 @@ class Layout:
         parent = os.path.dirname(os.path.abspath(self.path))
         if not os.path.isdir(parent):
             raise StorageError(f"cannot make {self.path}: there is no directory {parent}", hint=f"mkdir -p {parent}")
+        marker = os.path.join(self.path, "oci-layout")
+        self._made, self._made_directory = not os.path.exists(marker), not os.path.exists(self.path)
         try:
             os.makedirs(os.path.join(self.path, "blobs", "sha256"), exist_ok=True)
-            marker = os.path.join(self.path, "oci-layout")
-            if not os.path.exists(marker):
+            if self._made:
                 write_atomic(marker, json.dumps({"imageLayoutVersion": _VERSION}).encode(), mode=0o644)
             index = os.path.join(self.path, "index.json")
             if not os.path.exists(index):
@@ -191,10 +194,25 @@ class Layout:
         return self._scratch
 
     def close(self) -> None:
-        """Remove the scratch directory."""
+        """Remove the scratch directory, and the layout where it was made here and nothing came into it."""
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
             self._scratch = ""
+        if self._made:
+            self._made = False
+            with contextlib.suppress(OSError):  # others' blobs, or scratch directories
+                self._unmake()
+
+    def _unmake(self) -> None:
+        if any(_TEMPORARY.match(name) for name in os.listdir(self.path)):
+            return
+        os.rmdir(os.path.join(self.path, "blobs", "sha256"))
+        os.rmdir(os.path.join(self.path, "blobs"))
+        for name in ("index.json", "oci-layout"):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.path, name))
+        if self._made_directory:
+            os.rmdir(self.path)
 
     def adopt(self, temporary: str, digest: str) -> None:
         """Turn a complete file of :attr:`scratch` into a blob. Its content was verified by the caller."""
@@ -217,7 +235,7 @@ class Layout:
                 raise _storage(self.path, error) from error
         return descriptor
 
-    @contextmanager
+    @contextlib.contextmanager
     def _locked(self) -> Iterator[BinaryIO]:
         with open(os.path.join(self.path, "oci-layout"), "rb", opener=regular) as file:
             fcntl.flock(file, fcntl.LOCK_EX)
@@ -277,4 +295,4 @@ def _names(annotation: str | None, tag: str) -> bool:
 
 
 def _storage(path: str, error: OSError) -> StorageError:
-    return StorageError(f"cannot write {path}: {error.strerror}", errno=error.errno or 0)
+    return StorageError(f"cannot write {path}: {error.strerror}", errno=error.errno or 0, hint=remedy(error))

@@ -32,6 +32,7 @@ from weenv.core.errors import (
     VerificationError,
     WeenvError,
 )
+from weenv.core.rights import remedy
 from weenv.registry.auth import scope_of
 from weenv.registry.hosts import PULL, PUSH, RESOLVE, Endpoint
 from weenv.registry.manifest import ACCEPT, MAX_MANIFEST, Descriptor
@@ -144,7 +145,7 @@ class Transfer:
         def work(registry: OrasRegistry) -> None:
             with _new_file(path) as file:
                 try:
-                    _pull_blob(registry, repository, descriptor, file.write, counted)
+                    _pull_blob(registry, repository, descriptor, file.write, counted, path)
                 except BaseException:
                     os.unlink(path)
                     raise
@@ -284,8 +285,9 @@ def _wait(registry: OrasRegistry, failures: int, failure: UnavailableError) -> N
 
 def _pull_blob(
     registry: OrasRegistry, repository: str, descriptor: Descriptor, write: Callable[[memoryview], Any],
-    reached: Callable[[int], None] | None,
+    reached: Callable[[int], None] | None, path: str = "",
 ) -> None:  # fmt: skip
+    """``path``: the file that ``write`` writes."""
     position, failures, hasher = 0, 0, hashlib.sha256()
     what = f"{repository}@{descriptor.digest}"
     give_up = time.monotonic() + registry.config.deadline + descriptor.size / registry.config.min_rate
@@ -308,7 +310,7 @@ def _pull_blob(
                     if position > descriptor.size:
                         raise VerificationError(f"longer than the {descriptor.size} bytes of its descriptor", member=what)
                     hasher.update(chunk)
-                    _write(write, chunk)
+                    _write(write, chunk, path)
                     if reached is not None:
                         reached(position)
                     if time.monotonic() > give_up:
@@ -327,15 +329,15 @@ def _pull_blob(
         raise VerificationError("content does not have its digest", member=what)
 
 
-def _write(write: Callable[[memoryview], Any], chunk: bytes) -> None:
+def _write(write: Callable[[memoryview], Any], chunk: bytes, path: str) -> None:
     view = memoryview(chunk)
     try:
         while view:
             done = write(view)
             view = view[done if isinstance(done, int) else len(view) :]
     except OSError as error:
-        hint = "make room on the disk" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise StorageError(f"cannot write what is fetched: {error.strerror}", errno=error.errno or 0, hint=hint) from error
+        text = f"cannot write to {os.path.dirname(path)}: {error.strerror}"
+        raise StorageError(text, errno=error.errno or 0, hint=remedy(error)) from error
 
 
 def _start_mount(registry: OrasRegistry, container: Any, digest: str, mount_from: str) -> requests.Response:

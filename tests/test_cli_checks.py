@@ -237,6 +237,17 @@ def test_disk_looks_at_the_nearest_existing_directory(tmp_path: object) -> None:
     assert checks.disk(f"{tmp_path}/not/yet", low=1.1).state == "warn"
 
 
+def test_a_disk_with_no_room_is_a_failure_and_small_ones_have_small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        f_frsize, f_blocks, f_bavail, f_bfree = 4096, 76_800, 0, 255
+
+    monkeypatch.setattr(os, "statvfs", lambda _path: Full)
+    found = checks.disk("/x")
+    assert (found.state, found.seen) == ("fail", "/x: 0 B free of 300 MiB") and "cache prune" in found.remedy
+    Full.f_bfree = 256
+    assert checks.disk("/x").state == "warn"
+
+
 def test_kernel_reports_what_the_kernel_says() -> None:
     found = {f.name: f for f in checks.kernel()}
     assert os.uname().release in found["kernel"].seen

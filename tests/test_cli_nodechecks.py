@@ -73,6 +73,16 @@ def test_a_place_without_unnamed_files_is_not_tried() -> None:
     assert one(nodechecks.disk_abilities("/proc/self")).state == "skip"
 
 
+def test_a_full_disk_is_not_said_to_lack_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(_fd: int) -> bool:
+        raise OSError(28, "No space left on device")
+
+    abilities = nodechecks._ABILITIES
+    monkeypatch.setattr(nodechecks, "_ABILITIES", tuple((w, full if "holes" in w else t, c) for w, t, c in abilities))
+    found = one(nodechecks.disk_abilities(str(tmp_path)))
+    assert (found.state, found.remedy) == ("skip", "make room first") and "No space left" in found.seen
+
+
 def test_few_inodes_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.statvfs(tmp_path)
 

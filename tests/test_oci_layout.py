@@ -10,10 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from weenv.cli.main import main
+from weenv.converter.pipeline import Output
 from weenv.core.digest import sha256
 from weenv.core.errors import BadReference, FormatError, NotFoundInSource, StorageError, VerificationError
+from weenv.core.rights import ROOM
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import OCI_MANIFEST, REF_NAME, Descriptor
+from weenv.registry.transfer import _write
 
 
 @pytest.fixture
@@ -122,3 +126,49 @@ def test_writers_side_by_side_lose_no_tag(layout: Layout) -> None:
     assert [worker.wait(60) for worker in workers] == [0, 0, 0]
     tags = {entry.annotations[REF_NAME] for entry in layout.index().manifests}
     assert len(tags) == 30
+
+
+def test_a_layout_that_nothing_came_into_goes_again(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    for name in ("new", "there"):
+        made = Layout(str(tmp_path / name))
+        made.create()
+        assert os.path.isdir(made.scratch)
+        made.close()
+    assert os.listdir(tmp_path) == ["there"] and os.listdir(tmp_path / "there") == []
+    full = Layout(str(tmp_path / "full"))
+    full.create()
+    one = put(full, b"one")
+    full.close()
+    assert full.has_blob(one.digest, 3), "what was converted is not converted again"
+    again = Layout(str(tmp_path / "full"))
+    again.create()
+    again.close()
+    first, second = Layout(str(tmp_path / "both")), Layout(str(tmp_path / "both"))
+    first.create()
+    second.create()
+    os.mkdir(tmp_path / "both" / f".weenv-{os.getppid()}-0")
+    first.close()
+    second.check()
+    os.rmdir(tmp_path / "both" / f".weenv-{os.getppid()}-0")
+
+
+def test_a_conversion_that_fails_leaves_no_empty_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = Layout(str(tmp_path / "a"))
+    source.create()
+    config = {"mediaType": "application/vnd.oci.image.config.v1+json", "digest": sha256(b"gone"), "size": 4}
+    manifest = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": config, "layers": []}
+    source.set_tag(put(source, json.dumps(manifest).encode()), "1")
+    with pytest.raises(SystemExit):
+        main(["convert", f"oci:{tmp_path}/a:1", f"oci:{tmp_path}/b:1"])
+    assert capsys.readouterr().err.startswith("weenv: ")
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_what_is_full_is_named() -> None:
+    with open("/dev/full", "wb", buffering=0) as full:
+        with pytest.raises(StorageError, match=r"^cannot write to /x/scratch: No space left on device$") as fetched:
+            _write(full.write, b"x", "/x/scratch/in-1")
+        with pytest.raises(StorageError, match=r"^cannot write /x/out\.zst: No space left on device$") as converted:
+            Output(full, "/x/out.zst").write(b"x")
+    assert fetched.value.hint == converted.value.hint == ROOM

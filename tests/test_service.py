@@ -478,7 +478,7 @@ async def test_a_full_disk_takes_back_all_that_arrived_together(root: str) -> No
         assert core.prepare_now([("a", "base", {}), ("b", "base", large), ("c", "base", {})]) == [None] * 3
         assert len(core._spares) == 8 and not db.in_transaction
         assert [info.name for info in await service.list()] == ["base"]
-        with refused("RESOURCE_EXHAUSTED"):
+        with refused("RESOURCE_EXHAUSTED", f"{root} is full: make room"):
             await service.prepare("b", "base", large)
         db.execute("PRAGMA max_page_count=1000000")
         assert None not in core.prepare_now([("a", "base", {}), ("b", "base", large)])

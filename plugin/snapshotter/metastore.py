@@ -32,17 +32,20 @@ is described in docs/concurrency/metastore.md.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import sqlite3
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from weenv.core.errors import SnapshotExists, SnapshotInUse, SnapshotNotFound, StorageError
 from weenv.plugin.containerd.types import LABEL_SNAPSHOT_REF, Kind, SnapshotInfo, now
 
 SCHEMA_VERSION = 1
 _PAGE = 500
+_ROOM = "make room, or weenv cache prune --to SIZE"
 
 _SCHEMA = """
 CREATE TABLE IF NOT EXISTS layers (
@@ -134,6 +137,27 @@ def _labels(labels: Mapping[str, str]) -> str:
     return json.dumps(dict(labels)) if labels else "{}"
 
 
+def _is_full(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return isinstance(error, sqlite3.Error) and getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_FULL
+
+
+class _Connection(sqlite3.Connection):
+    """Says of a full disk which one it is, and what to do: whoever asked containerd sees nothing else of it."""
+
+    place = ""
+
+    def execute(self, *arguments: Any) -> sqlite3.Cursor:
+        """As of any connection."""
+        try:
+            return super().execute(*arguments)
+        except sqlite3.OperationalError as error:
+            if _is_full(error):
+                raise sqlite3.OperationalError(f"{self.place} is full: {_ROOM}") from error  # which rpc.py knows by "full"
+            raise
+
+
 class Metastore:
     """See the module's text. Raises :class:`StorageError` where the database cannot be used."""
 
@@ -145,12 +169,15 @@ class Metastore:
             else:
                 fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
                 os.close(fd)
-                self._db = sqlite3.connect(path, isolation_level=None, cached_statements=256, timeout=5.0)
+                self._db = sqlite3.connect(
+                    path, isolation_level=None, cached_statements=256, timeout=5.0, factory=_Connection
+                )
+                self._db.place = os.path.dirname(path)
                 self._prepare()
         except (sqlite3.Error, OSError) as error:
             raise StorageError(
                 f"metastore {path} cannot be used: {error}",
-                hint="move it away to start anew; containerd then has to pull its images again",
+                hint=_ROOM if _is_full(error.__cause__ or error) else "move it away to start anew; containerd then has to pull its images again",
             ) from error
 
     def _prepare(self) -> None:

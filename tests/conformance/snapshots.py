@@ -113,11 +113,11 @@ async def over_socket(
 
 
 @contextmanager
-def refused(code: str) -> Iterator[None]:
-    """The block has to fail with this status."""
+def refused(code: str, words: str = "") -> Iterator[None]:
+    """The block has to fail with this status, and these words among others."""
     with pytest.raises(ContainerdError) as caught:
         yield
-    assert caught.value.code == code, caught.value
+    assert caught.value.code == code and words in str(caught.value), caught.value
 
 
 async def committed(service: Service, name: str, parent: str = "", files: Mapping[str, str] | None = None) -> str:

@@ -191,7 +191,7 @@ def check(arguments: list[str], whole: bool) -> None:
         value = given.get(str(param.name))
         if param.value_is_missing(value) or value is None:
             if isinstance(param, click.Argument) and param.required:
-                raise click.UsageError(f"{command.name} lacks {param.make_metavar(context)}")
+                raise click.UsageError(f"{command.name} lacks {param.human_readable_name}")
             continue
         told.add(str(param.name))
         if not isinstance(param.type, click.Path | click.File):

@@ -7,6 +7,14 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "gate", deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=not os.environ.get("WEENV_TEST_RANDOM")
+)
+settings.load_profile("gate")
+"""No property is a race against 200 ms on a loaded machine, and of one tree the same is said each time. WEENV_TEST_RANDOM=1
+looks for what nobody has seen yet."""
 
 GUESTS = ("test_elastic_guests.py", "test_install.py", "test_kit_kernels.py", "test_planes_old_kernel.py")
 """Those of integration/ that boot kernels of their own, and so see nothing of what else runs here."""

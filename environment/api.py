@@ -107,7 +107,7 @@ class AsyncEnvironment:
         )
         node = Node(settings)
         try:
-            ready, made = await lifecycle.begin(node, target, lambda _: options, name=name)
+            ready, made = await lifecycle.begin(node, target, lambda ready: replace(options, held=bool(ready.runs)), name=name)
             await run_mutations(node, made, ready)
             if keep:
                 await lifecycle.hand_over(node, made, remove_at_end=False)

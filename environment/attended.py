@@ -71,8 +71,8 @@ async def detached(node: Node, wanted: Wanted) -> str:
     """Start and leave it; its id."""
 
     def choose(ready: Ready) -> Options:
-        waits = wanted.idle or bool(ready.runs) or not command(ready.config.get("config") or {}, wanted.options)
-        return replace(wanted.options, waits=waits)
+        waits = wanted.idle or not command(ready.config.get("config") or {}, wanted.options)
+        return replace(wanted.options, waits=waits, held=bool(ready.runs))
 
     async with _Signals(node):
         ready, made = await lifecycle.begin(node, wanted.target, choose, name=wanted.name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import posixpath
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -25,9 +26,10 @@ from weenv.environment.node import Node
 from weenv.environment.processes import MARKER, end_family, holds_pipe
 from weenv.environment.recall import Ready
 from weenv.environment.rootfs import FileError, find_program, open_process_root
-from weenv.environment.spec import DEFAULT_PATH, INIT, added_process
+from weenv.environment.spec import DEFAULT_PATH, INIT, added_process, held_command
 from weenv.environment.stdio import Collected, Sink, Streams
 from weenv.environment.users import User
+from weenv.environment.waiter import RELEASE
 from weenv.plugin.containerd.client import ContainerdError
 from weenv.plugin.containerd.runtime import Container, Exit
 
@@ -97,7 +99,7 @@ async def execute(
     When time is up, the caller is cancelled, or the feed or a given sink fails, everything that the command started is
     killed. Raises WeenvError, and what the feed or the sink raised.
     """
-    if not command.args:
+    if not command.args or not command.args[0]:
         raise WeenvError("there is no command to run", hint="name a program")  # INIT without one would wait for ever
     loop = asyncio.get_running_loop()
     name = "x" + secrets.token_hex(8)
@@ -267,7 +269,10 @@ def feed_bytes(data: bytes) -> Feed:
 
 
 async def run_mutations(node: Node, made: Started, ready: Ready) -> None:
-    """The commands that a plan has for its environment. Where one fails that is removed, and WeenvError raised."""
+    """The commands that a plan has for its environment, and then the one that was held back until they were done, if any.
+
+    Where one fails the environment is removed, and WeenvError raised.
+    """
     try:
         for args, directory in ready.runs:
             result = await execute(node, made.container, made.pid, Command(args, {}, directory))
@@ -275,6 +280,50 @@ async def run_mutations(node: Node, made: Started, ready: Ready) -> None:
                 text = (result.stderr or result.stdout).decode("utf-8", "replace").strip().splitlines()
                 last = f": {text[-1][:300]}" if text else " and wrote nothing"
                 raise WeenvError(f"the plan's command {' '.join(args)[:100]!r} ended with {result.exit_code}{last}")
+        await _release(node, made)
     except BaseException:
         await to_the_end(remove(node, made.container.id))
         raise
+
+
+async def _release(node: Node, made: Started) -> None:
+    """Let the first process become the command that it holds back, if it does. Raises StartError, ContainerdError.
+
+    The program has to be there now: nobody would be told later.
+    """
+    process = base_process(made.container)
+    args, cwd = process.get("args"), str(process.get("cwd") or "/")
+    behind = held_command([str(word) for word in args]) if isinstance(args, list) else None
+    if behind is None:
+        return
+    candidates, command = behind
+    if not await node.in_thread(_executable, made.pid, [posixpath.join(cwd, name) for name in candidates]):
+        searched = ":".join(posixpath.dirname(path) for path in candidates)[:300]
+        what = "is not there" if "/" in command[0] else f"is not in {searched}"
+        raise StartError(f"the command cannot be executed: {command[0][:200]!r} {what}", 127)
+    while not await node.in_thread(_is_caught, made.pid, RELEASE):
+        await running(node, made.container)
+        await asyncio.sleep(0.001)
+    await patiently(lambda: node.tasks.kill(made.container.id, RELEASE))
+
+
+def _executable(first: int, candidates: list[str]) -> bool:
+    """Whether one of the absolute paths is a file that may be executed, as process ``first`` finds it."""
+    try:
+        root = open_process_root(first)
+    except FileError:
+        return True  # it does not run: said by the next who asks
+    try:
+        return any(find_program(root, posixpath.basename(path), posixpath.dirname(path)) for path in candidates)
+    finally:
+        os.close(root)
+
+
+def _is_caught(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal (proc(5), SigCgt): to a first process without one it would be lost."""
+    try:
+        with open(f"/proc/{pid}/status") as file:
+            mask = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
+    except OSError:
+        return False
+    return bool(int(mask, 16) >> (number - 1) & 1)

@@ -47,6 +47,8 @@ SWEEPING = 10.0
 """Seconds that a command which has something else to do gives to what others have left."""
 SWEPT_ANEW = 60.0
 """Seconds after which a program that goes on starting environments looks at what others have left again."""
+_ANEW = 3
+"""Times that an image is composed anew whose snapshots are gone, or a task made anew whose layers' mounts have moved."""
 _LOST = frozenset({"UNAVAILABLE"})
 _GONE = frozenset({"NOT_FOUND"})
 
@@ -130,12 +132,13 @@ async def begin(
 ) -> tuple[Ready, Started]:
     """Make ``target`` startable and start it with ``choose(ready)``; the rest is :func:`start`'s. Raises WeenvError."""
     ready = await prepare(target, node)
-    try:
-        return ready, await start(node, ready, choose(ready), **how)
-    except ContainerdError as error:
-        if not ready.recalled or error.code != "NOT_FOUND":
-            raise
-    ready = await prepare(target, node, fresh=True)
+    for _ in range(_ANEW):  # its image may be removed before its snapshot is made
+        try:
+            return ready, await start(node, ready, choose(ready), **how)
+        except ContainerdError as error:
+            if error.code != "NOT_FOUND":
+                raise
+        ready = await prepare(target, node, fresh=True)
     return ready, await start(node, ready, choose(ready), **how)
 
 
@@ -166,15 +169,10 @@ async def start(
         return Container(container, ready.name, spec, node.run.snapshotter, container, labels, node.run.shim, node.run.binary)
 
     entry = record(user or User())
-    making = asyncio.ensure_future(node.containers.create(entry))
     try:
-        await to_the_end(making)
-    except BaseException as error:
-        if making.exception() is None:  # cancelled, but made: of another's with that name nothing may be removed
-            await to_the_end(remove(node, container))
+        await _enter(node, entry)
+    except BaseException:
         await to_the_end(asyncio.to_thread(admission.give_back, node.config, ready, asked, container))
-        if isinstance(error, ContainerdError) and error.code == "ALREADY_EXISTS":
-            raise WeenvError(f"there is an environment {container!r} already", hint=f"weenv rm {container}") from error
         raise
     opened: Streams | None = None
     try:
@@ -193,7 +191,7 @@ async def start(
             stdio = _log_files(home)
         try:
             # Given up half-way, containerd ends the shim, which ends the runtime, whose first process may be left.
-            pid = await to_the_end(node.tasks.create(container, mounts, stdio, binary=node.run.binary))
+            pid = await to_the_end(_make_task(node, container, mounts, stdio))
             starting()
             await node.tasks.start(container)
         except ContainerdError as error:
@@ -205,6 +203,49 @@ async def start(
         await to_the_end(asyncio.to_thread(admission.give_back, node.config, ready, asked, container))
         raise
     return Started(entry, pid)
+
+
+async def _make_task(node: Node, container: str, mounts: list[Mount], stdio: Stdio) -> int:
+    """The task's pid; made again where a layer was mounted in another way, being complete, just when it was looked for."""
+    for _ in range(_ANEW):
+        try:
+            return await node.tasks.create(container, mounts, stdio, binary=node.run.binary)
+        except ContainerdError as error:
+            if not mount_moved(error.message):
+                raise
+    return await node.tasks.create(container, mounts, stdio, binary=node.run.binary)
+
+
+def mount_moved(message: str) -> bool:
+    """Whether a task was not made because overlayfs found a layer's mount just taken away for another (EINVAL)."""
+    return "failed to mount rootfs" in message and message.rstrip().endswith("invalid argument")
+
+
+async def _enter(node: Node, entry: Container, *, again: bool = True) -> None:
+    """Make the record; one of that name that a killed program has left gives way. Raises WeenvError."""
+    making = asyncio.ensure_future(node.containers.create(entry))
+    try:
+        await to_the_end(making)
+    except BaseException as error:
+        if making.exception() is None:  # cancelled, but made: of another's with that name nothing may be removed
+            await to_the_end(remove(node, entry.id))
+        if not isinstance(error, ContainerdError) or error.code != "ALREADY_EXISTS":
+            raise
+        there = await _unless(_GONE, node.containers.get(entry.id)) if again else None
+        if not again or (there is not None and (LABEL not in there.labels or not await _is_left(node, there))):
+            raise WeenvError(f"there is an environment {entry.id!r} already", hint=f"weenv rm {entry.id}") from error
+        if there is not None:
+            await to_the_end(remove(node, entry.id))
+        await _enter(node, entry, again=False)
+
+
+async def _is_left(node: Node, item: Container) -> bool:
+    """Whether an environment was to be removed and has nobody left to do it."""
+    mark = item.labels.get(LABEL_RM)
+    if mark == "-":
+        process = await _unless(_GONE, node.tasks.get(item.id))
+        return process is not None and process.status is Status.STOPPED
+    return mark is not None and await asyncio.to_thread(owner.is_gone, mark)
 
 
 async def _admitted(node: Node, ready: Ready, options: Options, container: str) -> Options:
@@ -367,12 +408,7 @@ async def sweep(node: Node) -> list[str]:
     """Remove the environments that were to be removed and have nobody left to do it; their names. Leases without owner end."""
     removed = []
     for item in await node.containers.find(f'labels."{LABEL_RM}"'):
-        mark = item.labels.get(LABEL_RM, "")
-        if mark == "-":
-            process = await _unless(_GONE, node.tasks.get(item.id))
-            if process is None or process.status is not Status.STOPPED:
-                continue
-        elif not await asyncio.to_thread(owner.is_gone, mark):
+        if not await _is_left(node, item):
             continue
         try:
             await remove(node, item.id)

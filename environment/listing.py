@@ -16,6 +16,7 @@ from weenv.environment.node import Node
 from weenv.environment.notlazy import LABEL as NOT_LAZY
 from weenv.environment.notlazy import from_label
 from weenv.environment.record import LABEL
+from weenv.environment.spec import held_command
 from weenv.plugin.containerd.runtime import Status
 from weenv.plugin.nri.labels import ENDED, OOM_KILLS
 
@@ -44,12 +45,20 @@ async def rows(node: Node, *, everything: bool) -> list[dict[str, Any]]:
                 "exit_status": process.exit_status if process is not None and status is Status.STOPPED else None,
                 "reason": reason(status, process.exit_status if process is not None else 0, item.labels),
                 "age": max(0.0, time.time() - item.created / 1e9),
-                "command": list(spec.get("args") or ()) if isinstance(spec, dict) else [],
+                "command": _command(spec),
                 "not_lazy": [group.to_json() for group in from_label(item.labels.get(NOT_LAZY, ""))],
                 "labels": dict(item.labels),
             }
         )
     return found
+
+
+def _command(process: object) -> list[str]:
+    """A first process's arguments, of one that was held back its own; empty where the record has none."""
+    args = process.get("args") if isinstance(process, dict) else None
+    words = [str(word) for word in args] if isinstance(args, list) else []
+    behind = held_command(words)
+    return words if behind is None else behind[1]
 
 
 def reason(status: Status, exit_status: int, labels: Mapping[str, str]) -> str:

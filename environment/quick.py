@@ -279,9 +279,11 @@ class _One:
             call(_TASKS, "Start", "StartRequest", {"container_id": self.container}, "StartResponse")
         except QuickError as error:
             self.running = made or error.code == BROKEN  # else containerd has taken away what it could not make
-            from weenv.environment.lifecycle import start_error
+            from weenv.environment.lifecycle import mount_moved, start_error
             from weenv.plugin.containerd.client import ContainerdError
 
+            if mount_moved(error.message):
+                return False
             raise start_error(ContainerdError(error.message, "UNKNOWN")) from error
         return True
 

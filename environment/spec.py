@@ -8,12 +8,13 @@ Defaults are those users know from docker (capabilities, masked and read-only pa
 from __future__ import annotations
 
 import posixpath
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from weenv.core.errors import FormatError, WeenvError
 from weenv.environment.users import User
+from weenv.environment.waiter import held
 
 VERSION = "1.0.2"
 PERIOD = 100_000
@@ -77,6 +78,8 @@ class Options:
     """The program of :mod:`weenv.environment.waiter`, shown at INIT, through which commands are added."""
     waits: bool = False
     """That program is the first process, in place of the image's command."""
+    held: bool = False
+    """That program is the first process until it is released (exec.py): the command comes after the plan's own commands."""
     read_only: bool = False
     new_privileges: bool = True
     """False: programs cannot gain privileges (set-user-id has no effect)."""
@@ -148,6 +151,7 @@ def _capabilities(user: User) -> dict[str, list[str]]:
 def process(config: Mapping[str, Any], options: Options, user: User) -> dict[str, Any]:
     """The ``process`` object of a container's first process. Raises WeenvError where there is nothing to run."""
     args = [INIT] if options.waits else command(config, options)
+    variables = environment(config, options, user)
     if not args or not args[0]:
         raise WeenvError("the image has no command of its own", hint="say what to run: -- COMMAND")
     if any("\0" in arg for arg in args):
@@ -157,11 +161,14 @@ def process(config: Mapping[str, Any], options: Options, user: User) -> dict[str
     cwd = options.cwd or str(config.get("WorkingDir") or "") or "/"
     if not cwd.startswith("/") or "\0" in cwd:
         raise FormatError(f"the working directory must be absolute, not {cwd[:200]!r}")
+    if options.held and not options.waits:
+        path = dict(item.partition("=")[::2] for item in variables)["PATH"]
+        args = [INIT, *held(_candidates(args[0], path), args)]
     made: dict[str, Any] = {
         "terminal": options.terminal,
         "user": _user(user),
         "args": args,
-        "env": environment(config, options, user),
+        "env": variables,
         "cwd": cwd,
         "capabilities": _capabilities(user),
         "noNewPrivileges": not options.new_privileges,
@@ -174,6 +181,21 @@ def process(config: Mapping[str, Any], options: Options, user: User) -> dict[str
     if options.oom_score_adj is not None:
         made["oomScoreAdj"] = options.oom_score_adj
     return made
+
+
+def _candidates(name: str, path: str) -> list[str]:
+    """Where a command may be, in the order in which it is looked for."""
+    if "/" in name:
+        return [name]
+    return [posixpath.join(folder, name) for folder in path.split(":") if folder.startswith("/")]
+
+
+def held_command(args: Sequence[str]) -> tuple[list[str], list[str]] | None:
+    """(where its program may be, its arguments) of a command that is held back until it is released; None of others'."""
+    if list(args[:2]) != [INIT, ""] or "" not in args[2:]:
+        return None
+    end = 2 + list(args[2:]).index("")
+    return list(args[2:end]), list(args[end + 1 :])
 
 
 def _user(user: User) -> dict[str, Any]:

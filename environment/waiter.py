@@ -1,13 +1,16 @@
 """The first process of an environment that only waits, and the parent of those added to it: one program, made here.
 
 Environments need a first process in any image, even one without a shell, and a command must not be able to hide from
-the end of its time. The program is some 400 bytes and is shown to the container as one file on its own /dev.
+the end of its time. The program is some 1500 bytes and is shown to the container as one file on its own /dev.
 
 Alone, it ignores SIGCHLD, so that the kernel reaps what is orphaned (sigaction(2)), ends with status 0 on SIGTERM and
-SIGINT, and waits. With arguments ``PATH ARG0 ...`` it becomes the reaper of its descendants (prctl(2),
-PR_SET_CHILD_SUBREAPER), runs PATH as a child and ends as that does: with its status, or 128 + n for signal n; 127 and
-126 where it cannot be executed, 126 where it cannot be forked. While it lives, whatever the command forks, sessions and
-daemons too, has it for an ancestor.
+SIGINT, and waits. With arguments ``"" PATH... "" ARG0 ...`` (:func:`held`) it does the same until it gets RELEASE, and then
+becomes the first PATH that can be executed, as execvp(3) goes through them. With arguments ``PATH ARG0 ...`` it becomes the
+reaper of its descendants (prctl(2), PR_SET_CHILD_SUBREAPER), runs PATH as a child and ends as that does: with its status, or
+128 + n for signal n. While it lives, whatever the command forks, sessions and daemons too, has it for an ancestor.
+
+Where a command cannot be executed it says why on standard error and ends with 127 or 126, as a shell would; with 126 where
+it cannot be forked.
 
 ELF: System V gABI, chapters 4 and 5. System call numbers: arch/x86/entry/syscalls/syscall_64.tbl and
 include/uapi/asm-generic/unistd.h. Instructions: Intel SDM volume 2; Arm ARM (DDI 0487) chapter C6.
@@ -15,10 +18,15 @@ include/uapi/asm-generic/unistd.h. Instructions: Intel SDM volume 2; Arm ARM (DD
 
 from __future__ import annotations
 
+import errno
 import os
 import struct
+from collections.abc import Sequence
 
 from weenv.core.errors import UnsupportedError
+
+RELEASE = 10
+"""SIGUSR1. Lets a program that holds its command back go on with it."""
 
 _BASE = 0x400000
 _HEADERS = 64 + 56
@@ -26,7 +34,29 @@ _HEADERS = 64 + 56
 
 _SIGINT, _SIGQUIT, _SIGTERM, _SIGCHLD, _SIGTSTP = 2, 3, 15, 17, 20
 _SUBREAPER = 36
-_SA_RESTORER = 0x04000000
+_SA_RESTORER, _SA_NODEFER = 0x04000000, 0x40000000
+"""The second: a signal that is blocked within its handler would stay so in what the handler executes (execve(2))."""
+
+_REFUSED = {
+    errno.ENOENT: (127, "no such file, or the interpreter that it names is not there"),
+    errno.ENOTDIR: (127, "no such file"),
+    errno.EACCES: (126, "permission denied, or it is no file"),
+    errno.ENOEXEC: (126, "it is no program for this machine"),
+    errno.E2BIG: (126, "its arguments and variables are too long"),
+    errno.EIO: (126, "input/output error: bytes of it that are not on the node could not be had; weenv status says why"),
+    0: (126, "the kernel refuses it"),
+    -1: (126, "there is no process for it: the limit of processes, or the memory, is used up"),
+}
+"""Why a command cannot be executed: errno (0: any other, -1: it was not even forked) -> exit status and words."""
+
+
+def held(candidates: Sequence[str], args: Sequence[str]) -> tuple[str, ...]:
+    """The arguments, after the program itself, with which it waits and then becomes the first of the candidates."""
+    return ("", *candidates, "", *args)
+
+
+def _words(number: int) -> bytes:
+    return f"weenv: the command cannot be executed: {_REFUSED[number][1]}\n".encode()
 
 
 class _Code:
@@ -92,10 +122,17 @@ def _x86_64() -> tuple[int, bytes]:
 
     emit("4889e3")  # mov rbx, rsp
     emit("48833b03")  # cmp qword [rbx], 3: argc
-    jump("0f8d", "added")  # jge
+    jump("0f8c", "waits")  # jl
+    emit("488b4310")  # mov rax, [rbx+16]: argv[1]
+    emit("803800")  # cmp byte [rax], 0
+    jump("0f85", "added")  # jne
+    code.label("waits")
     sigaction(_SIGCHLD, "ignore")
     sigaction(_SIGTERM, "end")
     sigaction(_SIGINT, "end")
+    emit("48833b03")  # cmp qword [rbx], 3
+    jump("0f8c", "pause")  # jl
+    sigaction(RELEASE, "go")  # the last: who sees it caught may send it
     code.label("pause")
     call(34)  # pause
     jump("e9", "pause")
@@ -103,6 +140,34 @@ def _x86_64() -> tuple[int, bytes]:
     emit("31ff")  # xor edi, edi
     code.label("leave")
     call(231)  # exit_group
+    code.label("released")
+    sigaction(_SIGCHLD, "default")
+    emit("4c8d6b18")  # lea r13, [rbx+24]: argv+2
+    code.label("find")
+    emit("498b4500")  # mov rax, [r13]
+    emit("4983c508")  # add r13, 8
+    emit("803800")  # cmp byte [rax], 0
+    jump("0f85", "find")  # jne
+    emit("488b03")  # mov rax, [rbx]: argc
+    emit("4c8d74c310")  # lea r14, [rbx+rax*8+16]: the environment
+    emit("488d6b18")  # lea rbp, [rbx+24]
+    number("41bf", -errno.ENOENT)  # mov r15d, -ENOENT
+    code.label("try")
+    emit("488b7d00")  # mov rdi, [rbp]
+    emit("803f00")  # cmp byte [rdi], 0
+    jump("0f84", "none")  # je
+    emit("4883c508")  # add rbp, 8
+    emit("4c89ee4c89f2")  # mov rsi, r13; mov rdx, r14
+    call(59)  # execve
+    for code_number in errno.ENOENT, errno.ENOTDIR:
+        number("3d", -code_number)  # cmp eax, -errno
+        jump("0f84", "try")  # je
+    emit("4189c7")  # mov r15d, eax
+    number("3d", -errno.EACCES)
+    jump("0f84", "try")
+    code.label("none")
+    emit("4489f8")  # mov eax, r15d
+    jump("e9", "refused")
     code.label("added")
     number("bf", _SUBREAPER)
     number("be", 1)  # mov esi, 1
@@ -140,17 +205,33 @@ def _x86_64() -> tuple[int, bytes]:
     emit("488d7318")  # lea rsi, [rbx+24]: argv+2
     emit("488d54c310")  # lea rdx, [rbx+rax*8+16]: the environment
     call(59)  # execve
-    number("bf", 127)
-    emit("83f8fe")  # cmp eax, -2: ENOENT
-    jump("0f84", "leave")  # je
-    code.label("lost")
-    number("bf", 126)
-    jump("e9", "leave")
+    code.label("refused")
+    for code_number in _REFUSED:
+        if code_number > 0:
+            number("3d", -code_number)  # cmp eax, -errno
+            jump("0f84", f"refused {code_number}")  # je
+    for code_number, (status, _) in sorted(_REFUSED.items(), key=lambda item: item[0] != 0):  # 0 is what comes next
+        code.label("lost" if code_number < 0 else f"refused {code_number}")
+        number("bf", 2)
+        emit("be")  # mov esi, words
+        code.use("absolute", f"words {code_number}", bytes(4))
+        number("ba", len(_words(code_number)))  # mov edx, length
+        call(1)  # write
+        number("bf", status)
+        jump("e9", "leave")
+    for code_number in _REFUSED:
+        code.label(f"words {code_number}")
+        code.data += _words(code_number)
     # struct kernel_sigaction: handler, flags, restorer, mask. The handler never returns, so any restorer does.
     code.align(8)
     code.label("end")
     code.use("address", "handler", bytes(8))
     code.data += struct.pack("<Q", _SA_RESTORER)
+    code.use("address", "handler", bytes(8))
+    code.data += bytes(8)
+    code.label("go")
+    code.use("address", "released", bytes(8))
+    code.data += struct.pack("<Q", _SA_RESTORER | _SA_NODEFER)
     code.use("address", "handler", bytes(8))
     code.data += bytes(8)
     code.label("ignore")
@@ -190,10 +271,18 @@ def _aarch64() -> tuple[int, bytes]:
     word(0x910003F3)  # mov x19, sp
     word(0xF9400260)  # ldr x0, [x19]: argc
     word(0xF1000C1F)  # cmp x0, 3
-    jump("conditional", 0x5400000A, "added")  # b.ge
+    jump("conditional", 0x5400000B, "waits")  # b.lt
+    word(0xF9400A60)  # ldr x0, [x19, 16]: argv[1]
+    word(0x39400000)  # ldrb w0, [x0]
+    jump("conditional", 0x35000000, "added")  # cbnz w0
+    code.label("waits")
     sigaction(_SIGCHLD, "ignore")
     sigaction(_SIGTERM, "end")
     sigaction(_SIGINT, "end")
+    word(0xF9400260)  # ldr x0, [x19]
+    word(0xF1000C1F)  # cmp x0, 3
+    jump("conditional", 0x5400000B, "pause")  # b.lt
+    sigaction(RELEASE, "go")  # the last: who sees it caught may send it
     code.label("pause")
     for register in range(5):
         move(register, 0)
@@ -203,6 +292,34 @@ def _aarch64() -> tuple[int, bytes]:
     move(0, 0)
     code.label("leave")
     call(94)  # exit_group
+    code.label("released")
+    sigaction(_SIGCHLD, "default")
+    word(0x91006275)  # add x21, x19, 24: argv+2
+    code.label("find")
+    word(0xF84086A0)  # ldr x0, [x21], 8
+    word(0x39400000)  # ldrb w0, [x0]
+    jump("conditional", 0x35000000, "find")  # cbnz w0
+    word(0xF9400263)  # ldr x3, [x19]: argc
+    word(0x8B030E76)  # add x22, x19, x3, lsl 3
+    word(0x910042D6)  # add x22, x22, 16: the environment
+    word(0x91006277)  # add x23, x19, 24
+    word(0x92800000 | (errno.ENOENT - 1) << 5 | 24)  # mov x24, -ENOENT
+    code.label("try")
+    word(0xF84086E0)  # ldr x0, [x23], 8
+    word(0x39400001)  # ldrb w1, [x0]
+    jump("conditional", 0x34000001, "none")  # cbz w1
+    word(0xAA1503E1)  # mov x1, x21
+    word(0xAA1603E2)  # mov x2, x22
+    call(221)  # execve
+    for code_number in errno.ENOENT, errno.ENOTDIR:
+        word(0x3100001F | code_number << 10)  # cmn w0, errno
+        jump("conditional", 0x54000000, "try")  # b.eq
+    word(0xAA0003F8)  # mov x24, x0
+    word(0x3100001F | errno.EACCES << 10)
+    jump("conditional", 0x54000000, "try")
+    code.label("none")
+    word(0xAA1803E0)  # mov x0, x24
+    jump("b", 0x14000000, "refused")
     code.label("added")
     move(0, _SUBREAPER)
     move(1, 1)
@@ -243,17 +360,33 @@ def _aarch64() -> tuple[int, bytes]:
     word(0x8B030E62)  # add x2, x19, x3, lsl 3
     word(0x91004042)  # add x2, x2, 16: the environment
     call(221)  # execve
-    word(0x3100081F)  # cmn w0, 2: ENOENT
-    move(0, 127)
-    jump("conditional", 0x54000000, "leave")  # b.eq
-    code.label("lost")
-    move(0, 126)
-    jump("b", 0x14000000, "leave")
+    code.label("refused")
+    for code_number in _REFUSED:
+        if code_number > 0:
+            word(0x3100001F | code_number << 10)  # cmn w0, errno
+            jump("conditional", 0x54000000, f"refused {code_number}")  # b.eq
+    for code_number, (status, _) in sorted(_REFUSED.items(), key=lambda item: item[0] != 0):  # 0 is what comes next
+        code.label("lost" if code_number < 0 else f"refused {code_number}")
+        move(0, 2)
+        word(0x58000041)  # ldr x1, [pc+8]
+        jump("b", 0x14000000, f"write {code_number}")
+        code.use("address", f"words {code_number}", bytes(8))
+        code.label(f"write {code_number}")
+        move(2, len(_words(code_number)))
+        call(64)  # write
+        move(0, status)
+        jump("b", 0x14000000, "leave")
+    for code_number in _REFUSED:
+        code.label(f"words {code_number}")
+        code.data += _words(code_number)
     # struct kernel_sigaction without restorer: handler, flags, mask
     code.align(8)
     code.label("end")
     code.use("address", "handler", bytes(8))
     code.data += bytes(16)
+    code.label("go")
+    code.use("address", "released", bytes(8))
+    code.data += struct.pack("<QQ", _SA_NODEFER, 0)
     code.label("ignore")
     code.data += struct.pack("<QQQ", 1, 0, 0)
     code.label("default")

@@ -7,10 +7,12 @@ import json
 import os
 import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
 
+import weenv
 from weenv.core.errors import WeenvError
 from weenv_testkit.running import Bench
 
@@ -82,9 +84,51 @@ def test_a_plans_own_commands_come_first(bench: Bench, tmp_path: Path) -> None:
     done = bench.call("run", "--rm", plan, "--", "sh", "-c", "cat /twice; echo err >&2; exit 7")
     assert (done.returncode, done.stdout, done.stderr) == (7, b"first\nfirst\n", b"err\n"), "only the command's own output"
     assert bench.ok("run", "--rm", "-i", plan, "--", "cat", "-", "/made", stdin=b"in\n") == "in\nfirst\n"
-    name = bench.ok("run", "-d", plan).strip()
+    name = bench.ok("run", "-d", "--idle", plan).strip()
     assert bench.ok("exec", name, "--", "cat", "/made") == "first\n"
     bench.ok("rm", "-f", name)
+
+
+def ended(bench: Bench, name: str) -> dict[str, object] | None:
+    """The row of an environment when it does not run any more; None where it is gone."""
+    end = time.monotonic() + 60
+    while True:
+        assert time.monotonic() < end
+        rows = [row for row in json.loads(bench.ok("ps", "--all", "--json")) if row["name"] == name]
+        if not rows or rows[0]["status"] == "stopped":
+            return rows[0] if rows else None
+
+
+def test_a_detached_command_comes_after_the_plans_own(bench: Bench, tmp_path: Path) -> None:
+    program = "#!/bin/sh\necho out $$ $(cat /made) \"$1\"; echo err >&2; (exit 3); exit 7\n"
+    making = f"printf %s '{program}' > /bin/late; chmod +x /bin/late; echo x > /made"
+    plan = mutated(bench, tmp_path, making, ["sh", "-c", "kill -0 1"])
+    name = bench.ok("run", "-d", plan, "--", "late", "a b").strip()
+    row = ended(bench, name)
+    assert row is not None and (row["exit_status"], row["command"]) == (7, ["late", "a b"])
+    done = bench.call("logs", name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"out 1 x a b\n", b"err\n"), "as the first process"
+    bench.ok("rm", name)
+    assert ended(bench, bench.ok("run", "-d", "--rm", plan, "--", "late").strip()) is None
+    assert not bench.left()
+    script = "trap 'echo told; exit 5' TERM; : > /ready; while :; do sleep 0.1; done"
+    stays = bench.ok("run", "-d", plan, "--", "sh", "-c", script)
+    bench.ok("exec", stays.strip(), "--", "sh", "-c", "until [ -e /ready ]; do sleep 0.05; done")
+    bench.ok("stop", stays.strip())
+    row = ended(bench, stays.strip())
+    assert row is not None and row["exit_status"] == 5 and bench.ok("logs", stays.strip()) == "told\n"
+    bench.ok("rm", stays.strip())
+    missing = bench.call("run", "-d", plan, "--", "nowhere")
+    assert missing.returncode == 127
+    assert missing.stderr.startswith(b"weenv: the command cannot be executed: 'nowhere' is not in /")
+    assert not bench.left()
+
+
+def test_a_command_from_python_comes_after_the_plans_own(bench: Bench, tmp_path: Path) -> None:
+    plan = mutated(bench, tmp_path, "echo 9 > /made")
+    with weenv.Environment.start(plan, config=bench.loaded, command=["sh", "-c", "exit $(cat /made)"]) as env:
+        assert env.wait() == 9
+    assert not bench.left()
 
 
 @pytest.mark.parametrize("flags", [("--rm",), (), ("-d",)])

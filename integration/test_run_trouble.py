@@ -211,6 +211,24 @@ def test_the_first_process_of_a_task_given_up_is_ended(bench: Bench) -> None:
     assert not os.path.exists(state)
 
 
+@pytest.mark.parametrize("way", ["command", "python"])
+def test_a_name_that_a_killed_command_has_left_is_free(bench: Bench, way: str) -> None:
+    def again() -> str:
+        if way == "command":
+            return bench.ok("run", "--rm", "--name", "fixed", bench.plan, "--", "echo", "second")
+        with bench.start(name="fixed") as env:
+            return env.exec(["echo", "second"]).text
+
+    with bench.popen("run", "--rm", "--name", "fixed", bench.plan, "--", "sh", "-c", "echo up; exec sleep 1000") as first:
+        assert first.stdout is not None and first.stdout.readline() == b"up\n"
+        refused = bench.call("run", "--rm", "--name", "fixed", bench.plan, "--", "true")
+        assert refused.returncode == 1 and b"there is an environment 'fixed' already" in refused.stderr, "its owner lives"
+        first.kill()
+        first.wait()
+    assert again() == "second\n"
+    assert not bench.left()
+
+
 @soak
 def test_what_runs_elsewhere_under_the_name_is_not_touched(bench: Bench) -> None:
     name = bench.ok("run", "-d", "--name", f"mine-{os.getpid()}", bench.plan, "--", "sleep", "1000").strip()

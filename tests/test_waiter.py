@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from weenv.core.errors import UnsupportedError
-from weenv.environment.waiter import install, program
+from weenv.environment.waiter import RELEASE, held, install, program
 
 known = pytest.mark.skipif(os.uname().machine not in ("x86_64", "aarch64"), reason="no program for this machine")
 
@@ -51,6 +51,67 @@ def test_it_ends_as_its_child_does(waiter: str) -> None:
     assert run(waiter, "/bin/sh", "sh", "-c", "exit 255").returncode == 255
     assert run(waiter, "/no/such", "x").returncode == 127
     assert run(waiter, "/etc/passwd", "x").returncode == 126
+
+
+@known
+@pytest.mark.parametrize(
+    ("name", "status", "words"),
+    [("", 126, b"permission denied"), ("sub", 126, b"permission denied"), ("none", 127, b"no such file"),
+     ("sub/x/y", 127, b"no such file"), ("text", 126, b"no program for this machine"), ("dangling", 127, b"interpreter")],
+)  # fmt: skip
+def test_it_says_why_a_command_cannot_be_executed(waiter: str, tmp_path: Path, name: str, status: int, words: bytes) -> None:
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "x").touch()
+    (tmp_path / "text").write_text("no program")
+    (tmp_path / "dangling").write_text("#!/no/such\n")
+    for file in "text", "dangling":
+        (tmp_path / file).chmod(0o755)
+    done = run(waiter, str(tmp_path / name), "x")
+    assert done.returncode == status
+    assert done.stderr.startswith(b"weenv: the command cannot be executed: ") and words in done.stderr
+    assert done.stderr.count(b"\n") == 1 and done.stderr.endswith(b"\n")
+
+
+def caught(pid: int) -> bool:
+    with open(f"/proc/{pid}/status") as file:
+        mask = next(line.split()[1] for line in file if line.startswith("SigCgt:"))
+    return bool(int(mask, 16) >> (RELEASE - 1) & 1)
+
+
+def hold(waiter: str, candidates: list[str], args: list[str]) -> subprocess.Popen[bytes]:
+    child = subprocess.Popen([waiter, *held(candidates, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={"X": "y"})
+    end = time.monotonic() + 60
+    while not caught(child.pid):
+        assert time.monotonic() < end and child.poll() is None
+        time.sleep(0.001)
+    return child
+
+
+@known
+def test_a_command_held_back_runs_when_it_is_told(waiter: str, tmp_path: Path) -> None:
+    (tmp_path / "sh").write_text("no program at all, and nobody may execute it")
+    script = 'echo $0 "$1" $X $$; grep -E "Sig(Blk|Ign|Cgt)" /proc/self/status; exit 7'
+    candidates = ["/no/such/sh", "/etc/passwd/sh", str(tmp_path / "sh"), "/bin/sh"]
+    # As the first process of a container it must neither ignore its children's ends, nor hold any signal back.
+    child = hold(waiter, candidates, ["sh", "-c", script, "zero", ""])
+    child.send_signal(RELEASE)
+    out, err = child.communicate(timeout=60)
+    lines = out.decode().splitlines()
+    assert (child.returncode, lines[0], err) == (7, f"zero  y {child.pid}", b"")
+    masks = {line.split(":")[0]: int(line.split()[1], 16) for line in lines[1:]}
+    assert not masks["SigBlk"] >> (RELEASE - 1) & 1 and not masks["SigIgn"] >> (signal.SIGCHLD - 1) & 1
+
+
+@known
+def test_a_command_held_back_may_end_before_and_may_not_be_there(waiter: str, tmp_path: Path) -> None:
+    child = hold(waiter, ["/bin/sh"], ["sh", "-c", "echo ran"])
+    child.send_signal(signal.SIGTERM)
+    assert child.communicate(timeout=60) == (b"", b"") and child.returncode == 0
+    for candidates, status in (["/no/such", "/nor/this"], 127), (["/etc/passwd", "/no/such"], 126), ([], 127):
+        child = hold(waiter, candidates, ["x"])
+        child.send_signal(RELEASE)
+        assert child.communicate(timeout=60)[1].startswith(b"weenv: the command cannot be executed: ")
+        assert child.returncode == status
 
 
 @known

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
 from typing import Any
 
@@ -49,13 +50,20 @@ def _lost(root: str, path: str) -> str:
 
 
 def blobfs_problems(answer: dict[str, Any] | None) -> list[str]:
-    """What went wrong in the running blobfs since it began, a line for each layer that had errors."""
+    """What went wrong in the running blobfs since it began: a line for each layer that had errors, and registries' servers
+    that are ill now."""
     lines: list[str] = []
     for layer in (answer or {}).get("layers", []):
         if layer.get("errors"):
             kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(layer["errors"].items()))
             where = f"layer {render.short(layer['digest'])} ({layer['local_percent']:g}% local)"
             lines.append(f"{where}: {kinds}; last: {layer['last_error']}")
+    for server in (answer or {}).get("registries", []):
+        name, seconds = render.plain(server["server"]), math.ceil(server["seconds"])
+        if server["state"] == "busy":
+            lines.append(f"{name} is asked too often and wants {seconds} s of peace: the others are asked, or readers wait")
+        else:
+            lines.append(f"{name} failed again and again: it rests for {seconds} s, in which the others are asked before it")
     return lines
 
 

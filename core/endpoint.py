@@ -1,5 +1,7 @@
 """A daemon's metrics over HTTP: on a loopback address, or on a unix socket that only its owner may connect to.
 
+:class:`Elsewhere` is for what other parts of a daemon count, which know nothing of metrics.
+
 Scrapers that ask for OpenMetrics get it, others the older text format (prometheus_client decides by their Accept header).
 """
 
@@ -12,10 +14,13 @@ import socket
 import socketserver
 import threading
 import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from weenv.core.accepting import PAUSE, complain, is_short
 from weenv.core.errors import ConfigError
@@ -28,6 +33,26 @@ class HasRegistry(Protocol):
     """Any daemon's metrics."""
 
     registry: CollectorRegistry
+
+
+class Elsewhere(Collector):
+    """A family of counters that somebody else has, by the values of one label. ``read`` is called in the server's threads."""
+
+    def __init__(self, name: str, text: str, label: str, registry: CollectorRegistry) -> None:
+        self.name, self.text, self.label = name, text, label
+        self.read: Callable[[], Mapping[str, float]] = dict
+        registry.register(self)
+
+    def describe(self) -> list[Metric]:
+        """The family without values: so that no other has its name."""
+        return [CounterMetricFamily(self.name, self.text, labels=[self.label])]
+
+    def collect(self) -> Iterator[Metric]:
+        """The family."""
+        family = CounterMetricFamily(self.name, self.text, labels=[self.label])
+        for value, count in self.read().items():
+            family.add_metric([value], count)
+        yield family
 
 
 class _Quiet(WSGIRequestHandler):

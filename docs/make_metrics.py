@@ -9,6 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from prometheus_client.metrics import MetricWrapperBase
 
+from weenv.core.endpoint import Elsewhere
 from weenv.environment.gateway.metrics import Metrics as GatewayMetrics
 from weenv.plugin.nri.metrics import Metrics as ElasticMetrics
 from weenv.plugin.snapshotter.blobfs.metrics import FAMILIES
@@ -43,6 +44,7 @@ Questions, and what answers them:
 | how much of what the page cache does not answer is local? | `rate(weenv_blobfs_read_hits_total[5m])`, against `reads` |
 | is the cache too small? | `rate(weenv_blobfs_evicted_bytes_total{reason="size"}[1h])`, against the same of `stored_bytes` |
 | is a registry slow? | `histogram_quantile(0.9, rate(weenv_blobfs_range_seconds_bucket[5m]))` |
+| does a registry throttle us? | `increase(weenv_blobfs_registry_total{what="throttled"}[5m]) > 0`; a mirror fails: `"rests"` |
 """
 
 KINDS = {
@@ -65,13 +67,27 @@ KINDS = {
 }
 """Values of the label ``kind`` of weenv_blobfs_errors and weenv_blobfs_layer_errors."""
 
+ASKED = {
+    "requests": "requests sent, to registries, mirrors, token servers and where redirects led",
+    "bytes": "bytes of their answers' bodies",
+    "retries": "rounds begun again after a pause, since no server had answered as it should",
+    "redirects": "redirects followed",
+    "renewals": "new tokens or credentials had, since a server had refused the old ones",
+    "range_ignored": "servers found to ignore Range, once a blob",
+    "raced": "servers that did not begin to answer within `race_after`, so that the next was asked as well",
+    "rests": "servers that failed twice in a row, so that the others are asked before them",
+    "throttled": "answers with status 429",
+}
+"""Values of the label ``what`` of weenv_*_registry."""
+
 
 def families(registry: CollectorRegistry) -> Iterator[tuple[str, str, str, tuple[str, ...]]]:
     """Name, type, text and labels of all metrics of a registry."""
     for collector in list(registry._collector_to_names):
-        assert isinstance(collector, MetricWrapperBase)
+        assert isinstance(collector, MetricWrapperBase | Elsewhere)
+        labels = (collector.label,) if isinstance(collector, Elsewhere) else tuple(collector._labelnames)
         for metric in collector.describe():
-            yield metric.name, metric.type, metric.documentation, tuple(collector._labelnames)
+            yield metric.name, metric.type, metric.documentation, labels
 
 
 def table(rows: Iterator[tuple[str, str, str, tuple[str, ...]]] | list[tuple[str, str, str, tuple[str, ...]]]) -> list[str]:
@@ -93,6 +109,8 @@ def page() -> str:
     lines += table([(family.full_name, family.kind, family.text, family.labels) for family in FAMILIES.values()])
     lines += ["", "Kinds of errors:", "", "| `kind` | what happened |", "|---|---|"]
     lines += [f"| `{kind}` | {text} |" for kind, text in KINDS.items()]
+    lines += ["", "Of registries, also in the snapshotter and the gateway:", "", "| `what` | what is counted |", "|---|---|"]
+    lines += [f"| `{what}` | {text} |" for what, text in ASKED.items()]
     for title, made in classes:
         lines += ["", f"## {title}", "", *table(families(made().registry))]
         if made is SnapshotterMetrics:

@@ -16,7 +16,7 @@ import ssl
 from collections import deque
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,7 +66,10 @@ TRANSPORT_ERRORS = (aiohttp.ClientError, TimeoutError, ConnectionError, asyncio.
 
 @dataclass(slots=True)
 class Counters:
-    """What a client has done so far; read by metrics."""
+    """What a client has done so far, but for whole blobs and manifests (:attr:`RegistryClient.transfer`, which no daemon uses).
+
+    Written on the event loop, read by anyone: the metric families ``weenv_*_registry_total`` have a row for each.
+    """
 
     requests: int = 0
     bytes: int = 0
@@ -78,6 +81,12 @@ class Counters:
     """Times that a server did not begin to answer in time and the next was asked as well."""
     rests: int = 0
     """Times that a server failed so often that the others go before it for a while."""
+    throttled: int = 0
+    """Answers with status 429: asked too often."""
+
+    def rows(self) -> dict[str, int]:
+        """By name, for metrics."""
+        return asdict(self)
 
 
 def origin(url: str) -> tuple[str, str, int]:
@@ -318,9 +327,11 @@ class RegistryClient:
         # Signed URLs are sent as they came: yarl's own normalisation would decode parts of what was signed.
         target = yarl.URL(url, encoded=url.isascii() and url.isprintable() and " " not in url)
         async with asyncio.timeout(answer_time(self.config)):
-            return await self.session.request(
+            answer = await self.session.request(
                 method, target, headers=given, allow_redirects=False, proxy=proxy_for(url), **extra
             )
+        self.counters.throttled += answer.status == 429
+        return answer
 
     async def follow(
         self, method: str, endpoint: Endpoint, url: str, headers: dict[str, str], scope: str, what: str

@@ -67,6 +67,12 @@ class Health:
         state = self._state(endpoint)
         state.busy_until = max(state.busy_until, now + min(seconds, self._longest_wait))
 
+    def ill(self, now: float) -> list[tuple[str, str, float]]:
+        """Servers that are asked last (``rests``) or by nobody (``busy``), and for how many seconds more. Any thread."""
+        states = [(name, state.rests_until - now, state.busy_until - now) for name, state in self._states.copy().items()]
+        found = [(name, "busy", busy) if busy > 0 else (name, "rests", rest) for name, rest, busy in states]
+        return sorted(one for one in found if one[2] > 0)
+
     def _resting(self, endpoint: Endpoint) -> float:
         state = self._states.get(endpoint.origin)
         return state.rests_until if state is not None else 0.0

@@ -46,6 +46,20 @@ def test_retry_after_holds_for_everybody_and_is_bounded() -> None:
     assert health.wait(A, 100.0) == 60.0
 
 
+def test_who_is_ill_can_be_asked() -> None:
+    health = Health(30.0, 60.0)
+    for _ in range(2):
+        health.failed(B, 0.0)
+    health.throttled(A, 5.0, 0.0)
+    health.failed(C, 0.0)
+    busy, (name, state, seconds) = health.ill(1.0)
+    assert busy == (A.origin, "busy", 4.0)
+    assert (name, state) == (B.origin, "rests") and 23.0 <= seconds <= 35.0
+    assert [name for name, _, _ in health.ill(6.0)] == [B.origin]
+    health.worked(B)
+    assert health.ill(6.0) == []
+
+
 def test_state_is_bounded() -> None:
     health = Health(30.0, 60.0)
     for number in range(5000):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.openmetrics import exposition
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 from prometheus_client.parser import text_string_to_metric_families as old_families
@@ -37,6 +37,7 @@ from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.prefetch import Prefetcher
 from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv.plugin.snapshotter.metrics import Metrics as SnapshotterMetrics
+from weenv.registry.client import Counters, RegistryClient
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -52,8 +53,9 @@ async def report(tmp_path: Path) -> AsyncIterator[Report]:
     repair = TailRepair(table.dirs, lambda *_: [], server.resume, 1.0)
     completion = Completion(fetcher, table.open_layers, table.refuse)
     prefetcher = Prefetcher(PrefetchConfig(), fetcher, evictor.room, table.holds)
-    made = Report(server, fetcher, table, None, repair, completion, evictor, prefetcher)
-    yield made
+    client = RegistryClient()
+    yield Report(server, fetcher, table, None, repair, completion, evictor, prefetcher, client)
+    await client.close()
     await fetcher.close()
 
 
@@ -81,6 +83,21 @@ def test_every_kind_of_error_is_documented() -> None:
     assert used <= kinds, "add them to KINDS in docs/make_metrics.py"
 
 
+def test_everything_that_the_registry_client_counts_is_documented() -> None:
+    assert list(runpy.run_path(str(DOCS / "make_metrics.py"))["ASKED"]) == list(Counters().rows())
+
+
+@pytest.mark.parametrize("made", [SnapshotterMetrics, GatewayMetrics])
+def test_what_others_count_is_read_when_somebody_asks(made: Any) -> None:
+    metrics, counters = made(), Counters()
+    metrics.registries.read = counters.rows
+    counters.throttled = 3
+    (name,) = [one for one in parsed(metrics.registry) if one.endswith("_registry")]
+    assert {s.labels["what"]: s.value for s in parsed(metrics.registry)[name].samples}["throttled"] == 3
+    with pytest.raises(ValueError, match="Duplicated"):
+        Counter(name, "the same name", registry=metrics.registry)
+
+
 @pytest.mark.parametrize("made", [SnapshotterMetrics, ElasticMetrics, GatewayMetrics])
 def test_the_other_daemons_metrics_are_openmetrics(made: Any) -> None:
     metrics = made()
@@ -98,6 +115,7 @@ async def test_blobfs_reports_each_metric_of_its_table_and_no_other(report: Repo
     tally = report._table.tallies.of("sha256:" + "a" * 64)
     tally.hit(1, 10)
     tally.errors["digest"] = 2
+    report._client.counters.rests = 4
     found = parsed(report.registry)
     assert {name: family.type for name, family in found.items()} == {f.full_name: f.kind for f in FAMILIES.values()}
     for family in FAMILIES.values():
@@ -105,6 +123,7 @@ async def test_blobfs_reports_each_metric_of_its_table_and_no_other(report: Repo
             assert set(sample.labels) - {"le"} == set(family.labels), sample
     errors = {s.labels["kind"]: s.value for s in found["weenv_blobfs_errors"].samples}
     assert errors == {"digest": 1, "frame_lost": 1, "data": 1}
+    assert {s.labels["what"]: s.value for s in found["weenv_blobfs_registry"].samples}["rests"] == 4
     layer = {(s.labels["layer"], s.labels["operation"]): s.value for s in found["weenv_blobfs_layer_bytes"].samples}
     assert layer["aaaaaaaaaaaa", "hit"] == 10 and layer["other", "hit"] == 0
     (buckets,) = [found["weenv_blobfs_range_seconds"].samples]

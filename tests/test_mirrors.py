@@ -452,4 +452,4 @@ async def test_a_429_turns_to_the_next_and_nobody_asks_before_its_time(tmp_path:
         b.mirror.script.append(simulated.status(429, {"Retry-After": "30"}))
         for way in ("range", "request", "range"):
             await b.get(way)
-        assert b.asked() == (1, 3)
+        assert b.asked() == (1, 3) and b.client.counters.throttled == 1

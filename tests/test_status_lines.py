@@ -50,6 +50,10 @@ def test_layers_with_errors_have_a_line() -> None:
     assert blobfs_problems({"layers": [GOOD]}) == []
     (line,) = blobfs_problems({"layers": [GOOD, WORSE]})
     assert "(50% local): digest 1, eio 2; last: 2026-01-01T00:00:00Z frame 3: bad" in line
+    ill = [{"server": f"https://{state}.example", "state": state, "seconds": 11.2} for state in ("busy", "rests")]
+    busy, rests = blobfs_problems({"layers": [GOOD], "registries": ill})
+    assert busy.startswith("https://busy.example ") and "wants 12 s of peace" in busy
+    assert rests.startswith("https://rests.example ") and "rests for 12 s" in rests
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ async def serve(config: GatewayConfig, tables: dict[str, Any], *, ready: Callabl
         client = await exits.enter_async_context(RegistryClient(node.registry))
         resolver = Resolver(client, cache, config.platform, config.max_age, policy=policy)
         metrics = Metrics()
+        metrics.registries.read = client.counters.rows
         mutator = Mutator(client, node.root, local=NodeLayers(client, node.root, compose_config(tables)))
         gateway = Gateway(config, resolver, store, mutator, node.root)
         server = Server(gateway, Blobs(config, client), metrics)

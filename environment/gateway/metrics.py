@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from weenv.core.endpoint import Elsewhere
+
 _BUCKETS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 120.0)
 
 
@@ -23,3 +25,6 @@ class Metrics:
         self.redirects = Counter("weenv_gateway_redirects", "Layers answered with a redirect", registry=self.registry)
         self.proxied = Counter("weenv_gateway_proxied_bytes", "Bytes of layers sent", registry=self.registry)
         self.images = Gauge("weenv_gateway_images", "Composed images kept", registry=self.registry)
+        self.registries = Elsewhere(
+            "weenv_gateway_registry", "What was asked of registries, and what came of it (see below)", "what", self.registry
+        )

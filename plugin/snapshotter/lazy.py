@@ -102,6 +102,7 @@ async def open_layers(
             yield NoLazyLayers()
             return
         client = await stack.enter_async_context(RegistryClient(config.registry))
+        metrics.registries.read = client.counters.rows
         assert not client.session.closed  # made now: reading the system's certificates takes longer than resolving a layer
         layers = Layers(config.root, store, dirs, plane, metrics, grace=config.layer_grace)
         stack.callback(layers.close)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from weenv.core.endpoint import Elsewhere
+
 _BUCKETS = (0.0005, 0.001, 0.002, 0.003, 0.005, 0.01, 0.015, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 
 
@@ -35,3 +37,6 @@ class Metrics:
         self.tail_bytes = Counter("weenv_snapshotter_tail_bytes", "Bytes of tails fetched", registry=self.registry)
         self.layers = Gauge("weenv_snapshotter_layers", "Layers by state", ["state"], registry=self.registry)
         self.repairs = Counter("weenv_snapshotter_repairs", "What was repaired, at any time", ["what"], registry=self.registry)
+        self.registries = Elsewhere(
+            "weenv_snapshotter_registry", "What was asked of registries, and what came of it (see below)", "what", self.registry
+        )

@@ -233,8 +233,9 @@ class Daemon:
         self.filler = filler if config.fill.enabled else None
         self.prefetcher = Prefetcher(config.prefetch, self.fetcher, self.evictor.room, self.table.holds)
         self.report = Report(
-            self.server, self.fetcher, self.table, self.filler, self.repair, self.completion, self.evictor, self.prefetcher
-        )
+            self.server, self.fetcher, self.table, self.filler, self.repair, self.completion, self.evictor, self.prefetcher,
+            client,
+        )  # fmt: skip
         self.control = Control(
             self.evictor, self.report.status, Profiles(self.table.dirs, self.table, self.prefetcher)
         )  # fmt: skip

@@ -6,6 +6,7 @@ the first 12 digits of the digest of one of a hundred layers, or ``other`` (cach
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -25,6 +26,7 @@ from weenv.plugin.snapshotter.fetch.fetcher import Fetcher
 from weenv.plugin.snapshotter.fetch.fill import Filler
 from weenv.plugin.snapshotter.fetch.flight import PRIORITIES
 from weenv.plugin.snapshotter.fetch.prefetch import Prefetcher
+from weenv.registry.client import RegistryClient
 
 _PREFIX: Final = "weenv_blobfs_"
 
@@ -65,6 +67,7 @@ FAMILIES: Final = {
         Family("prefetch_used", "counter", "Frames that profiles brought which have been read since"),
         Family("prefetches", "counter", "Starts of images with a profile"),
         Family("errors", "counter", "Errors, by kind (see below)", ("kind",)),
+        Family("registry", "counter", "What was asked of registries, and what came of it (see below)", ("what",)),
         Family("evicted_frames", "counter", "Frames punched out: size, disk (the bounds), unused, prune", ("reason",)),
         Family("evicted_bytes", "counter", "Their content bytes", ("reason",)),
         Family("layer_bytes", "counter",
@@ -101,6 +104,7 @@ class Report(Collector):
         completion: Completion,
         evictor: Evictor,
         prefetcher: Prefetcher,
+        client: RegistryClient,
     ) -> None:
         self._server = server
         self._fetcher = fetcher
@@ -110,6 +114,7 @@ class Report(Collector):
         self._completion = completion
         self._evictor = evictor
         self._prefetcher = prefetcher
+        self._client = client
         self.registry = CollectorRegistry()
         self.registry.register(self)
 
@@ -167,6 +172,7 @@ class Report(Collector):
         rows: dict[str, Iterable[tuple[tuple[str, ...], float]]] = {
             "frames": (((label,), count) for label, count in zip(PRIORITIES, fetch.frames, strict=True)),
             "errors": (((kind,), kinds[kind]) for kind in sorted(kinds)),
+            "registry": (((what,), count) for what, count in self._client.counters.rows().items()),
             "evicted_frames": (((reason,), count) for reason, count in cache["evicted_frames"].items()),
             "evicted_bytes": (((reason,), count) for reason, count in cache["evicted_bytes"].items()),
             "layer_bytes": (
@@ -220,6 +226,10 @@ class Report(Collector):
             "diffid_mismatches": self._completion.mismatches,
             "tails_replaced": self._repair.mended,
             "cache": self._evictor.status(),
+            "registries": [
+                {"server": server, "state": state, "seconds": round(seconds, 1)}
+                for server, state, seconds in self._client.health.ill(time.monotonic())
+            ],
             "layers_memory": self._table.memory(),
             "bad_layers": [{"digest": digest, "reason": reason} for digest, reason in list(self._table.bad.items())],
             "layers": [_layer(layer) for layer in self._table.open_layers()],

@@ -122,9 +122,7 @@ async def _look(image: str, reach: Reach) -> list[_Row]:
     return rows
 
 
-async def _row(
-    source: Source, root: str, platform: str, number: int, layer: Descriptor, needed: list[tuple[int, int]]
-) -> _Row:
+async def _row(source: Source, root: str, platform: str, number: int, layer: Descriptor, needed: list[tuple[int, int]]) -> _Row:
     from weenv.core.errors import FormatError
     from weenv.layer.profile import UNITS, decode
     from weenv.layer.verify import parse_annotations, verify_frames

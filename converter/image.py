@@ -153,9 +153,7 @@ class Conversion:
     """One conversion between two ends. Who does something else with an image's layers overrides :meth:`manifest`
     and :meth:`convert_layer`."""
 
-    def __init__(
-        self, source: Source, destination: Destination, options: ConvertOptions, hint: tuple[str, str] | None
-    ) -> None:
+    def __init__(self, source: Source, destination: Destination, options: ConvertOptions, hint: tuple[str, str] | None) -> None:
         self._source = source
         self._destination = destination
         self._options = options

@@ -53,6 +53,14 @@ def test_source_files_stay_under_about_600_lines() -> None:
                 assert sum(1 for _ in file) <= limit, name
 
 
+def test_the_contract_of_the_registry_client_names_all_of_it() -> None:
+    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
+        contracts = tomllib.load(file)["tool"]["importlinter"]["contracts"]
+    (contract,) = [one for one in contracts if one.get("forbidden_modules") == ["weenv.registry.groupref"]]
+    modules = {name for name in os.listdir(os.path.join(ROOT, "registry")) if name.endswith(".py") and name != "__init__.py"}
+    assert {f"{name.removeprefix('weenv.registry.')}.py" for name in contract["source_modules"]} == modules
+
+
 @pytest.mark.slow
 def test_the_wheel_holds_every_module(tmp_path: object) -> None:
     subprocess.run(

@@ -203,8 +203,14 @@ def test_sparse_rows_of_nothing() -> None:
     toc = with_sparse([(0, 0, 512)], 4096)
     for entry in (0, at(b"etc/passwd"), 10_000):
         table = SparseRows(np.array([entry], dtype=np.uint32), toc.sparse.logical, toc.sparse.stream, toc.sparse.length)
-        with pytest.raises(FormatError):
+        with pytest.raises(FormatError, match="not of its sparse files" if entry < 10_000 else "not in order of entries"):
             check_toc(changed(toc, sparse=table))
+    two = with_sparse([(0, 0, 512), (1024, 512, 512)], 4096)
+    rows = two.sparse
+    for entries in ([at(b"bin/large"), 0], [2**32 - 1, 2**32 - 1]):
+        table = SparseRows(np.array(entries, dtype=np.uint32), rows.logical, rows.stream, rows.length)
+        with pytest.raises(FormatError, match="not in order of entries"):
+            check_toc(changed(two, sparse=table))
     aux = toc.entries.aux.copy()
     aux[at(b"bin/large")] = 1
     with pytest.raises(FormatError, match="wrong row"):
@@ -233,6 +239,11 @@ def test_frames() -> None:
     ):
         with pytest.raises(FormatError):
             check_frames(bad, size, limits)
+    good = frames([20, 30], [512, 100])
+    for sizes, digests in ((good.content_sizes[:1], good.digests), (good.content_sizes, good.digests[:1]),
+                           (good.content_sizes, good.digests[:, :31])):  # fmt: skip
+        with pytest.raises(FormatError, match="columns differ in length"):
+            check_frames(Frames(good.compressed_sizes, sizes, digests), 612)
 
 
 # -- order of names

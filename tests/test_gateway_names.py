@@ -139,6 +139,28 @@ def test_bad_names(name: str) -> None:
         parse_name(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("plan/" + "a" * 251, "more than 255 characters"), ("plan/a\n", "strange ones"), ("plan/\u0430", "strange ones"),
+        ("compose/r.example__x/a", "not a host and port"), ("compose/r.example__/a", "not a host and port"),
+        ("compose/r.example__99999999/a", "not a host and port"),
+        ("compose/" + "/and/".join("a" for _ in range(MAX_GROUPS + 1)), f"{MAX_GROUPS + 1} groups, more than {MAX_GROUPS}"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_with_a_name_is_said(name: str, message: str) -> None:
+    with pytest.raises(BadReference, match=message):
+        parse_name(name)
+
+
+def test_as_many_groups_as_a_name_takes() -> None:
+    meant = parse_name("compose/" + "/and/".join("a" for _ in range(MAX_GROUPS)))
+    assert isinstance(meant, StackName) and len(meant.groups) == MAX_GROUPS
+    for count in (0, MAX_GROUPS + 1):
+        with pytest.raises(BadReference, match=f"{count} groups"):
+            spell(["a"] * count)
+
+
 # -- paths, ranges, headers -------------------------------------------------------------------------------------------
 
 

@@ -15,7 +15,9 @@ from weenv.registry.manifest import (
     DOCKER_CONFIG,
     DOCKER_LIST,
     DOCKER_MANIFEST,
+    MAX_LAYERS,
     MAX_MANIFEST,
+    MAX_MANIFESTS,
     OCI_CONFIG,
     OCI_INDEX,
     OCI_LAYER_GZIP,
@@ -145,6 +147,43 @@ def change(**top: Any) -> bytes:
 def test_refused(data: bytes, kind: str, error: type[FormatError]) -> None:
     with pytest.raises(error):
         parse_manifest(data, kind, "m")
+
+
+def test_what_could_be_read_in_two_ways() -> None:
+    """Content of both sorts, and no media type that would decide (CVE-2021-41190)."""
+    entry = {"mediaType": OCI_MANIFEST, "digest": A, "size": 1}
+    for without in ("", "config", "layers"):
+        data = change(mediaType=..., manifests=[entry], **({without: ...} if without else {}))
+        for kind in ("", OCI_INDEX, OCI_MANIFEST):
+            with pytest.raises(FormatError, match="both a manifest and an index"):
+                parse_manifest(data, kind, "m")
+
+
+def test_lists_are_bounded() -> None:
+    entry = {"mediaType": OCI_LAYER_GZIP, "digest": A, "size": 1}
+    assert len(manifest(change(layers=[entry] * MAX_LAYERS)).layers) == MAX_LAYERS
+    with pytest.raises(FormatError, match=f"more than {MAX_LAYERS} layers"):
+        parse_manifest(change(layers=[entry] * (MAX_LAYERS + 1)))
+    index = {"schemaVersion": 2, "manifests": [entry] * (MAX_MANIFESTS + 1)}
+    with pytest.raises(FormatError, match=f"more than {MAX_MANIFESTS} manifests"):
+        parse_manifest(json.dumps(index).encode())
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        ({"mediaType": ...}, "without a media type"), ({"mediaType": 3}, "without a media type"),
+        ({"mediaType": "a/" + "x" * 254}, "without a media type"), ({"digest": ...}, "without a digest"),
+        ({"digest": 5}, "without a digest"), ({"digest": [A]}, "without a digest"),
+        ({"platform": []}, "platform is not an object"), ({"platform": "linux"}, "platform is not an object"), ({"urls": "https://x"}, "urls are not strings"),
+        ({"urls": [1]}, "urls are not strings"), ({"urls": {"x": "y"}}, "urls are not strings"),
+    ],
+)  # fmt: skip
+def test_descriptors_that_are_none(other: dict[str, Any], message: str) -> None:
+    descriptor = {k: v for k, v in ({"mediaType": OCI_LAYER_GZIP, "digest": A, "size": 1} | other).items() if v is not ...}
+    for data in (change(layers=[descriptor]), change(config=descriptor), change(subject=descriptor)):
+        with pytest.raises(FormatError, match=message):
+            parse_manifest(data, "", "m")
 
 
 def test_what_is_no_image() -> None:

@@ -16,7 +16,7 @@ from weenv.core.digest import sha256
 from weenv.core.errors import BadReference, FormatError, NotFoundInSource, StorageError, VerificationError
 from weenv.core.rights import ROOM
 from weenv.registry.layout import Layout
-from weenv.registry.manifest import OCI_MANIFEST, REF_NAME, Descriptor
+from weenv.registry.manifest import OCI_CONFIG, OCI_MANIFEST, REF_NAME, Descriptor
 from weenv.registry.transfer import _write
 
 
@@ -69,9 +69,17 @@ def test_missing_and_broken(tmp_path: Path, layout: Layout) -> None:
     Path(layout.path, "oci-layout").write_text('{"imageLayoutVersion": "9"}')
     with pytest.raises(FormatError, match="version"):
         layout.resolve()
+    Path(layout.path, "oci-layout").write_text('{"imageLayoutVersion": "1.0.0"}')
+    config = {"mediaType": OCI_CONFIG, "digest": sha256(b""), "size": 0}
+    Path(layout.path, "index.json").write_text(json.dumps({"schemaVersion": 2, "config": config, "layers": []}))
+    with pytest.raises(FormatError, match="not an index"):
+        layout.resolve()
     (tmp_path / "file").write_text("")
     with pytest.raises(StorageError):
         Layout(str(tmp_path / "file")).create()
+    with pytest.raises(StorageError, match="there is no directory"):
+        Layout(str(tmp_path / "no" / "image")).create()
+    assert not (tmp_path / "no").exists()
 
 
 def test_blobs_are_verified(layout: Layout) -> None:
@@ -81,10 +89,11 @@ def test_blobs_are_verified(layout: Layout) -> None:
     for check in (layout.read_blob, layout.verify_blob):
         with pytest.raises(VerificationError):
             check(one)
-    Path(layout.blob_path(one.digest)).write_bytes(b"short")
-    for check in (layout.read_blob, layout.verify_blob):
-        with pytest.raises(VerificationError):
-            check(one)
+    for content in (b"short", b"content and more"):
+        Path(layout.blob_path(one.digest)).write_bytes(content)
+        for check in (layout.read_blob, layout.verify_blob):
+            with pytest.raises(VerificationError, match="size differs"):
+                check(one)
     with pytest.raises(FormatError, match="larger"):
         layout.read_blob(Descriptor("x", one.digest, 1 << 30))
     with pytest.raises(NotFoundInSource):

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from weenv.core.errors import WeenvError
 from weenv.environment.model import Amount, GroupUse
-from weenv.environment.plan import load_plan, parse_plan
+from weenv.environment.plan import MAX_GROUPS, load_plan, parse_plan
 from weenv.environment.yamlnodes import MAX_FAULTS, PlanError
 
 HEAD = "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\n"
@@ -114,6 +114,23 @@ def test_every_fault_has_a_place(text: str, place: str, message: str) -> None:
     assert f"p.yaml:{place}" in str(caught.value)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_groups_are_counted() -> None:
+    several = [f"r.example/g{number}" for number in range(MAX_GROUPS + 1)]
+    assert len(parse_plan(f"{HEAD}groups: {several[:-1]}", "p.yaml").groups) == MAX_GROUPS
+    with pytest.raises(PlanError, match=f"{MAX_GROUPS + 1} groups, more than"):
+        parse_plan(f"{HEAD}groups: {several}", "p.yaml")
+
+
+def test_a_file_that_is_too_large_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("weenv.environment.plan.MAX_FILE", 1000)
+    (tmp_path / "fix").write_bytes(b"x" * 1000)
+    text = f"{HEAD}groups: [a]\nmutations: [{{files: {{/x: {{file: fix}}}}}}]"
+    parse_plan(text, str(tmp_path / "p.yaml"))
+    (tmp_path / "fix").write_bytes(b"x" * 1001)
+    with pytest.raises(PlanError, match="is larger than"):
+        parse_plan(text, str(tmp_path / "p.yaml"))
 
 
 def test_all_faults_are_told_in_the_order_of_the_document() -> None:

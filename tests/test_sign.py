@@ -152,6 +152,14 @@ def test_other_payloads_are_format_errors(data: bytes) -> None:
     assert payload.digest == A and "/" in payload.reference
 
 
+@pytest.mark.parametrize("old", [A, '"r.example/a"'])
+@pytest.mark.parametrize("new", ["null", "5", '""', "[]", '"A b"'])
+def test_payloads_that_name_no_image(old: str, new: str) -> None:
+    data = make_payload("r.example/a", A).replace(json.dumps(old.strip('"')).encode(), new.encode())
+    with pytest.raises(FormatError, match="names no image"):
+        parse_payload(data)
+
+
 @given(st.integers(0, 400), st.integers(1, 255), st.sampled_from(keyring.ALGORITHMS))
 def test_a_changed_byte_never_passes(position: int, change: int, algorithm: str) -> None:
     key = KEYS[algorithm]
@@ -230,6 +238,12 @@ def test_policies_from_files(tmp_path: Path) -> None:
     ):  # fmt: skip
         with pytest.raises(ConfigError):
             parse_policy(bad)
+    for rule, message in (
+        ("x", "must be a table"), (["x"], "must be a table"), ({"action": "deny"}, "matches nothing"),
+        ({"match": [], "action": "deny"}, "matches nothing"), ({"matches": "x", "action": "deny"}, "unknown setting"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=message):
+            parse_policy({"rules": [rule]})
     for name, text in (("a.yaml", "{"), ("b.toml", "="), ("c.yaml", ""), ("d.toml", "x = 1")):
         (tmp_path / name).write_text(text)
         with pytest.raises(ConfigError):

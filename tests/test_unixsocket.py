@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from weenv.core.errors import ConfigError
-from weenv.core.unixsocket import bind_private, claim_path, connected, listens
+from weenv.core.unixsocket import bind_private, claim_path, clear_path, connected, listens
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
@@ -55,7 +55,7 @@ def test_who_listens(tmp_path: Path, kind: int) -> None:
 def test_only_a_dead_socket_makes_room(tmp_path: Path) -> None:
     path = str(tmp_path / "run" / "s")
     claim_path(path)
-    assert stat.S_IMODE(os.stat(tmp_path / "run").st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(tmp_path / "run").st_mode) == 0o711
     with bind_private(path) as made:
         made.listen()
         with pytest.raises(OSError, match="in use"):
@@ -66,6 +66,9 @@ def test_only_a_dead_socket_makes_room(tmp_path: Path) -> None:
     (tmp_path / "run" / "s").touch()
     with pytest.raises(ConfigError, match="is no socket"):
         claim_path(path)
+    with pytest.raises(ConfigError, match="longer than 107 bytes"):
+        clear_path(f"{tmp_path}/{'x' * 108}/s")
+    assert os.listdir(tmp_path) == ["run"], "and no directory was made for it"
 
 
 @pytest.mark.parametrize("kind", [socket.SOCK_STREAM, socket.SOCK_SEQPACKET])

@@ -176,6 +176,7 @@ def test_limits() -> None:
     blob = zstd_chunked(odd())
     for limits, text in (
         (Limits(max_entries=5), "entries"),
+        (Limits(max_entries=5, max_frames=0), f"TOC: {len(blob.entries)} entries"),
         (Limits(max_frames=3), "chunks"),
         (Limits(max_frame_content=60_000), "a chunk of"),
         (Limits(max_stream=100_000), "files of more than"),

@@ -176,7 +176,8 @@ def test_lists_are_bounded() -> None:
         ({"mediaType": "a/" + "x" * 254}, "without a media type"), ({"digest": ...}, "without a digest"),
         ({"digest": 5}, "without a digest"), ({"digest": [A]}, "without a digest"),
         ({"platform": []}, "platform is not an object"), ({"platform": "linux"}, "platform is not an object"),
-        ({"urls": "https://x"}, "urls are not strings"), ({"urls": [1]}, "urls are not strings"), ({"urls": {"x": "y"}}, "urls are not strings"),
+        ({"urls": "https://x"}, "urls are not strings"), ({"urls": [1]}, "urls are not strings"),
+        ({"urls": {"x": "y"}}, "urls are not strings"),
     ],
 )  # fmt: skip
 def test_descriptors_that_are_none(other: dict[str, Any], message: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import random
 from dataclasses import replace
@@ -118,6 +119,19 @@ def test_stored_tables_that_are_damaged() -> None:
         except FormatError:
             continue
     assert 0 < accepted < 250
+    def packed(head: tuple[int, int, int, int], rest: bytes) -> bytes:
+        return payload[:8] + zstandard.ZstdCompressor().compress(pieces._HEAD.pack(*head) + rest)
+
+    head, rest = pieces._HEAD.unpack_from(content), content[pieces._HEAD.size :]
+    assert len(pieces.decode(packed(head, rest))) == head[3]
+    for data, text in (
+        (payload[:8] + zstandard.ZstdCompressor().compress(content[: pieces._HEAD.size - 1]), "truncated"),
+        (packed((head[0] + 1, *head[1:]), rest), "unknown version"),
+        (packed(head, rest[:-1]), "does not follow from its counts"),
+        (packed(head, (2).to_bytes(4, "little") * head[2] + rest[4 * head[2] :]), "counts do not add up"),
+    ):
+        with pytest.raises(FormatError, match=text):
+            pieces.decode(data)
     for wrong in (b"", b"weenvFGN", b"weenvTOC" + payload[8:], payload[:-3]):
         with pytest.raises(FormatError):
             pieces.decode(wrong)
@@ -175,11 +189,17 @@ def test_a_frame_of_endless_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_units_that_hold_too_little_or_nothing_that_can_be_read() -> None:
     digest = np.frombuffer(hashlib.sha256(bytes(100)).digest(), np.uint8).reshape(1, 32)
     one = np.array([0], np.uint32)
-    for codec in (pieces.GZIP, pieces.ZSTD):
-        for unit in (b"x" * 40, b"", zstandard.compress(b"short"), b"\x1f\x8b\x08\x00"):
+    shown = {pieces.GZIP: gzip.compress(b"short"), pieces.ZSTD: zstandard.compress(b"short")}
+    for codec, short in shown.items():
+        for unit, text in (
+            (b"x" * 40, "cannot be decompressed|not a zstd frame"), (b"", "has 0 bytes, expected 1"),
+            (short, "a unit holds 5 bytes, at least 100"), (b"\x1f\x8b\x08\x00", "a unit holds 0 bytes|not a zstd frame"),
+            # A skippable frame before it: libzstd would pass over it.
+            (b"\x50\x2a\x4d\x18" + bytes(4) + zstandard.compress(bytes(100)), "cannot be decompressed|not a zstd frame"),
+        ):
             frames = Frames(
                 np.array([max(1, len(unit))], np.uint32), np.array([100], np.uint32), np.zeros((1, 32), np.uint8),
                 Pieces(codec, np.array([0, 1], np.uint32), one, one, np.array([100], np.uint32), one, digest),
             )  # fmt: skip
-            with pytest.raises(FormatError):
+            with pytest.raises(FormatError, match=text):
                 pieces.verify_frame(frames, table(frames), 0, unit)

@@ -135,6 +135,9 @@ def test_long_names_and_paths() -> None:
     deep = b"/".join([b"d" * 200] * 20) + b"/"
     assert len(Tree(pax({b"path": deep + b"f" * 70}), header(b"x")).paths()) == 21
     refused(pax({b"path": deep + b"f" * 80}), header(b"x"), match="too long", error=LimitError)
+    for name in (b"n" * 256 + b"/", b"n" * 256 + b"/x", b".wh." + b"n" * 256, deep + b"e" * 80 + b"/", deep + b".wh." + b"e" * 80):
+        kind = b"5" if name.endswith(b"/") else b"0"
+        refused(pax({b"path": name}), header(b"x", kind), match="a name or path too long", error=LimitError)
     with pytest.raises(LimitError, match="directories deep"):
         Tree(file(b"a/b/c/d"), limits=Limits(max_depth=2))
     with pytest.raises(LimitError, match="more than 3 entries"):
@@ -187,6 +190,7 @@ def test_times_of_replaced_directories_go_to_what_is_there_in_the_end() -> None:
     tree = Tree(directory(b"d", mtime=7), file(b"d", mtime=3), header(b"h", b"1", link=b"d", mtime=5))
     assert tree.attributes(b"h")[3] == 7
     refused(directory(b"d"), directory(b"d/e"), file(b"d"), match="d/e: .*")
+    refused(directory(b"d/e"), file(b"d"), directory(b"d"), match="d/e: a directory that is gone by the end")
 
 
 def test_a_file_is_no_parent() -> None:

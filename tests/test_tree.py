@@ -135,7 +135,8 @@ def test_long_names_and_paths() -> None:
     deep = b"/".join([b"d" * 200] * 20) + b"/"
     assert len(Tree(pax({b"path": deep + b"f" * 70}), header(b"x")).paths()) == 21
     refused(pax({b"path": deep + b"f" * 80}), header(b"x"), match="too long", error=LimitError)
-    for name in (b"n" * 256 + b"/", b"n" * 256 + b"/x", b".wh." + b"n" * 256, deep + b"e" * 80 + b"/", deep + b".wh." + b"e" * 80):
+    last = b"e" * 80
+    for name in (b"n" * 256 + b"/", b"n" * 256 + b"/x", b".wh." + b"n" * 256, deep + last + b"/", deep + b".wh." + last):
         kind = b"5" if name.endswith(b"/") else b"0"
         refused(pax({b"path": name}), header(b"x", kind), match="a name or path too long", error=LimitError)
     with pytest.raises(LimitError, match="directories deep"):

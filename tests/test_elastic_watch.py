@@ -102,6 +102,9 @@ def test_no_text_does_harm(said: dict[str, str]) -> None:
         {"linux": {"resources": {"cpu": {"quota": -1, "period": 100_000}, "memory": {"limit": 1 << 62}}}},
         {"linux": {"resources": {"cpu": {"quota": 1, "period": 0}, "memory": {"limit": None}}}},
         {"linux": "x", "annotations": 7},
+        {"linux": {"resources": {"cpu": {"quota": 10**400, "period": 1}, "memory": {"limit": 10**400}}}},
+        {"linux": {"resources": {"cpu": {"quota": 1, "period": 10**400}, "pids": {"limit": 10**400}}}},
+        {"linux": {"resources": {"cpu": {"quota": 1.5, "period": 1e300}, "memory": {"limit": 1e300}}}},
     ],
 )  # fmt: skip
 def test_a_spec_that_limits_nothing_or_is_malformed(spec: dict[str, Any]) -> None:
@@ -128,6 +131,21 @@ class Listener:
 
     def killed_for_memory(self, key: EnvKey) -> None:
         """Not here."""
+
+
+def test_what_nobody_can_make_sense_of_is_passed_over(caplog: pytest.LogCaptureFixture) -> None:
+    class Absurd(dict[str, Any]):
+        def get(self, *_: object) -> object:
+            raise OverflowError
+
+    listener = Listener()
+    watcher = Watcher(None, listener, CONFIG)  # type: ignore[arg-type]
+    said = {labels.ELASTIC: "true"}
+    for _ in range(2):
+        watcher._offer(EnvKey("default", "bad"), 7, container(said, Absurd(x=1)))
+        watcher._offer(EnvKey("default", "c1"), 8, container(said))
+    assert listener.told == [("started", 8)]
+    assert caplog.text.count("default/bad: not managed") == 1
 
 
 def test_a_listing_that_is_older_than_an_end_brings_nobody_back(caplog: pytest.LogCaptureFixture) -> None:

@@ -107,6 +107,9 @@ def plan_ceiling(label: str) -> tuple[float, int]:
     cores, _, size = label.partition(",")
     return parse_cores(cores) or 0.0, parse_bytes(size) or 0
 
+_WORD = 1 << 61
+"""What a specification says from here on is no limit: a page counter's "none" is below 2**63 (mm/page_counter.c)."""
+
 
 def own_pids(spec: Mapping[str, Any]) -> int:
     """Processes that a container's OCI specification limits it to; 0: no limit. Anything malformed is no limit."""
@@ -129,8 +132,8 @@ def own_limits(spec: Mapping[str, Any]) -> tuple[float, int]:
     cores, size = 0.0, 0
     if isinstance(cpu, Mapping):
         quota, period = cpu.get("quota"), cpu.get("period", 100_000)
-        if isinstance(quota, int) and isinstance(period, int) and quota > 0 and period > 0:
+        if all(isinstance(value, int) and 0 < value < _WORD for value in (quota, period)):
             cores = quota / period
-    if isinstance(memory, Mapping) and isinstance(memory.get("limit"), int) and 0 < memory["limit"] < 1 << 61:
+    if isinstance(memory, Mapping) and isinstance(memory.get("limit"), int) and 0 < memory["limit"] < _WORD:
         size = memory["limit"]
     return cores, size

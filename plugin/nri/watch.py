@@ -169,8 +169,12 @@ class Watcher:
     def _offer(self, key: EnvKey, pid: int, record: Container) -> None:
         if self._known.get(key) == pid or (key, pid) in self._over:
             return  # the listing and an event saw the same start, or an event its end as well
-        said = wanted(record, key.namespace, self._namespaces, self._config)
         self._known[key] = pid
+        try:
+            said = wanted(record, key.namespace, self._namespaces, self._config)
+        except Exception:  # one container that nobody can make sense of must not end the watching of all others
+            log.exception("%s: not managed, its record cannot be understood", key)
+            return
         if said is None:
             return
         if key not in self._complained:

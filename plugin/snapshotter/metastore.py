@@ -175,9 +175,9 @@ class Metastore:
                 self._db.place = os.path.dirname(path)
                 self._prepare()
         except (sqlite3.Error, OSError) as error:
+            anew = "move it away to start anew; containerd then has to pull its images again"
             raise StorageError(
-                f"metastore {path} cannot be used: {error}",
-                hint=_ROOM if _is_full(error.__cause__ or error) else "move it away to start anew; containerd then has to pull its images again",
+                f"metastore {path} cannot be used: {error}", hint=_ROOM if _is_full(error.__cause__ or error) else anew
             ) from error
 
     def _prepare(self) -> None:

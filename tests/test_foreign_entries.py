@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from weenv.core.errors import FormatError, LimitError, UnsupportedError, VerificationError
 from weenv.layer import erofs
-from weenv.layer.foreign.stream import TARGET
+from weenv.layer.foreign.stream import TARGET, Chunk, StreamLayout
 from weenv.layer.limits import Limits
-from weenv.layer.pieces import UNKNOWN_DIFF_ID
+from weenv.layer.pieces import MAX_GAP, UNKNOWN_DIFF_ID, ZSTD
 from weenv.layer.toc import FLAG_SPARSE, NO_DATA
 from weenv.layer.tree import scan_tar
 from weenv_testkit import rawcorpus
@@ -183,6 +183,26 @@ def test_limits() -> None:
     ):
         with pytest.raises(LimitError, match=text):
             blob.toc(limits=limits)
+
+
+def test_chunks_that_lie_where_none_can() -> None:
+    """Behind the TOC, too far before it, too far from one another, or too many of them in what one range brings."""
+    digest, most = bytes(32), Limits().max_frame_content
+    layout = StreamLayout(Limits())
+    layout.add(b"f", 10, [Chunk(0, 10, 100, 0, digest)])
+    assert len(layout.finish(ZSTD, 101)[0]) == 1
+    for end, error, text in (
+        (100, FormatError, "a chunk at 100, but the TOC begins at 100"),
+        (101 + most + MAX_GAP, LimitError, "more bytes behind the last chunk"),
+    ):
+        with pytest.raises(error, match=text):
+            layout.finish(ZSTD, end)
+    with pytest.raises(LimitError, match="f: a chunk of more than 600 bytes"):
+        StreamLayout(Limits(max_frame_content=600)).add(b"f", 700, [Chunk(0, 700, 100, 0, digest)])
+    shared = StreamLayout(Limits(max_frame_content=2000))
+    shared.add(b"a", 100, [Chunk(0, 100, 100, 0, digest)])
+    with pytest.raises(LimitError, match=r"b: .*chunks that share one unit"):
+        shared.add(b"b", 1000, [Chunk(0, 1000, 100, 1000, digest)])
 
 
 @pytest.mark.parametrize("text", [b"", b"[]", b"{}", b'{"version":1}', b'{"version":1,"entries":{}}', b"\xff", b"[" * 100_000])

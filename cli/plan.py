@@ -13,7 +13,7 @@ import click
 
 from weenv.cli import render
 from weenv.cli.plan_push import pull, push
-from weenv.core.errors import WeenvError
+from weenv.core.errors import UnavailableError, WeenvError
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
 from weenv.environment.model import Plan
 
@@ -46,6 +46,8 @@ def with_resolver(
 ) -> T:
     """Run ``use(resolver)`` with the node's registry settings and, where it may be written, the node's mapping cache."""
 
+    from weenv.cli.run import say
+
     async def run() -> T:
         import dataclasses
 
@@ -64,7 +66,11 @@ def with_resolver(
             cache = MappingCache()
         try:
             async with RegistryClient(registry) as client:
-                return await use(Resolver(client, cache, max_age=max_age, policy=policy))
+                resolver = Resolver(client, cache, max_age=max_age, policy=policy, silent=True)
+                made = await use(resolver)
+                for away in resolver.away.values():
+                    say(away.line())
+                return made
         finally:
             cache.close()
 
@@ -129,12 +135,16 @@ def _not_run(loaded: Plan) -> list[dict[str, object]]:
 @click.option("-o", "--output", default="", help="Write there.  [default: standard output]")
 @click.option("-i", "--in-place", is_flag=True, help="Write the plan itself.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit 1 where a tag has moved since.")
+@click.option("--stale-ok", is_flag=True, help="Where a registry is away, take what its tags meant when it was seen last.")
 @_config
 @_plain_http
-def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: str, plain_http: tuple[str, ...]) -> None:
+def lock(
+    path: str, output: str, in_place: bool, only_check: bool, stale_ok: bool, config_path: str, plain_http: tuple[str, ...]
+) -> None:  # fmt: skip
     """Pin every group of a plan by digest; comments and layout of the file stay.
 
-    Groups that are not in the lazy format are named on standard error.
+    Groups that are not in the lazy format are named on standard error. What a tag means is asked of its registry: one that
+    gives no answer is an error, unless --stale-ok.
 
     \b
     Examples:
@@ -146,12 +156,22 @@ def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: 
     from weenv.environment.lock import lock_text, pin, tag_of
     from weenv.environment.plan import as_text, parse_plan, read_plan
 
+    if in_place + bool(output) + only_check > 1:
+        raise click.UsageError("one of --output, --in-place and --check")
     data = read_plan(path)
     loaded = parse_plan(data, path)
+
+    async def ask(resolver: Resolver, references: list[str]) -> list[ResolvedGroup]:
+        found = await resolver.resolve_all(references)
+        for away in resolver.away.values():
+            if not stale_ok:
+                raise UnavailableError(away.reason, hint="--stale-ok takes what its tags meant when it was seen last")
+        return found
+
     if only_check:
         asked = [(use.ref, tag_of(use.ref)) for use in loaded.groups]
         tags = [tag for _, tag in asked if tag]
-        groups = with_resolver(config_path, plain_http, lambda r: r.resolve_all(tags), max_age=0.0)
+        groups = with_resolver(config_path, plain_http, lambda resolver: ask(resolver, tags), max_age=0.0)
         now = dict(zip(tags, groups, strict=True))
         moved = [pin(ref, now[tag].digest) for ref, tag in asked if tag and pin(ref, now[tag].digest).moved]
         for item in moved:
@@ -164,7 +184,7 @@ def lock(path: str, output: str, in_place: bool, only_check: bool, config_path: 
         click.echo(f"{path}: every group is pinned and no tag has moved")
         return
     refs = [use.ref for use in loaded.groups]
-    groups = with_resolver(config_path, plain_http, lambda r: r.resolve_all(refs), max_age=0.0)
+    groups = with_resolver(config_path, plain_http, lambda resolver: ask(resolver, refs), max_age=0.0)
     for text in _not_lazy_groups(groups):
         click.echo(f"weenv: note: {render.plain(text)}", err=True)
     text = lock_text(as_text(data, path), path, groups)

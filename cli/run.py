@@ -76,6 +76,16 @@ def _leave(status: int) -> NoReturn:
     os._exit(status)
 
 
+_TIMEOUT = "Kill it and all it started after so long; exit status 124."
+
+
+def _seconds(_ctx: click.Context, _param: click.Parameter, value: float | None) -> float | None:
+    """Seconds, none of which are negative or no number."""
+    if value is not None and not value >= 0:
+        raise click.BadParameter(f"{value:g} is no time to wait for")
+    return value
+
+
 @click.command(context_settings={"ignore_unknown_options": False, "allow_interspersed_args": False})
 @click.option("--rm", "remove", is_flag=True, help="Remove it when it ends, or when this command does.")
 @click.option("-d", "--detach", is_flag=True, help="Leave it running; print its name.")
@@ -93,6 +103,7 @@ def _leave(status: int) -> NoReturn:
 @click.option("--hostname", default="", help="Its name to itself.")
 @click.option("--read-only", is_flag=True, help="Mount its root read-only.")
 @click.option("--no-new-privileges", is_flag=True, help="Let no program gain privileges.")
+@click.option("--timeout", type=float, callback=_seconds, metavar="SECONDS", help=_TIMEOUT)
 @click.option("--init", is_flag=True, help="Run the command beside a first process that reaps orphans.")
 @click.option("--idle", is_flag=True, help="With -d: only wait for weenv exec, whatever the image's command is.")
 @click.option("--runtime", metavar="NAME|PATH", help="containerd runtime, or OCI runtime program.  [default: run.runtime]")
@@ -106,11 +117,12 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
 
     Groups that are not in the lazy format are converted on the node first, once, and named on standard error.
     The exit status is the command's, 128 + n where signal n ended it. With -d, what it writes is kept for weenv logs;
-    without any command of its own it then waits to be used by weenv exec.
+    without any command of its own it then waits to be used by weenv exec. SIGINT and SIGTERM go to the command; the second
+    one, or 10 seconds, kill it (a first process that handles neither gets neither: --init puts one before it that does).
 
     \b
     Examples:
-      weenv run --rm task.yaml -- pytest -q
+      weenv run --rm --timeout 1800 task.yaml -- pytest -q
       weenv run -d --idle --name task-17 --cpus 2 --memory 4g task.yaml
       weenv run --rm -it registry.example/team/env:1-lazy -- bash
     """
@@ -118,6 +130,8 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
 
     if o["detach"] and (o["interactive"] or o["tty"]):
         raise click.UsageError("-d leaves nobody to read the input: use it without -i and -t")
+    if o["detach"] and o["timeout"] is not None:
+        raise click.UsageError("-d leaves nobody to watch the time: use --timeout without -d, or with weenv exec")
     if o["idle"] and (command or not o["detach"]):
         raise click.UsageError("--idle needs -d and no command")
     if o["init"] and o["detach"]:
@@ -127,7 +141,7 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
         from weenv.environment import attended
 
         options = options_of(o, command, node.run.network)
-        wanted = attended.Wanted(target, options, o["name"], o["remove"], o["interactive"], o["init"], o["idle"])
+        wanted = attended.Wanted(target, options, o["name"], o["remove"], o["interactive"], o["init"], o["idle"], o["timeout"])
         if o["detach"]:
             click.echo(await attended.detached(node, wanted))
             return 0
@@ -142,7 +156,7 @@ def run(target: str, command: tuple[str, ...], **o: Any) -> None:
 @click.option("-e", "--env", multiple=True, metavar="NAME[=VALUE]", help="Set a variable; without value: as it is here.")
 @click.option("-w", "--workdir", default="", metavar="DIR", help="Working directory.")
 @click.option("-u", "--user", default="", metavar="USER[:GROUP]", help="Who to run as.")
-@click.option("--timeout", type=float, metavar="SECONDS", help="Kill it and all it started after so long; exit status 124.")
+@click.option("--timeout", type=float, callback=_seconds, metavar="SECONDS", help=_TIMEOUT)
 @node_options
 @click.argument("environment")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="[--] COMMAND...")

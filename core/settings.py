@@ -21,6 +21,12 @@ TABLES = frozenset({"snapshotter", "blobfs", "registry", "run", "compose", "poli
 """Every table that a part of the project reads: a misspelt one must not silently mean its defaults."""
 
 
+class Table(dict[str, Any]):
+    """A table of a configuration file that knows which (``source``): errors name it."""
+
+    source = ""
+
+
 def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
     """The file's tables; none where the default file does not exist. Raises :class:`ConfigError`."""
     try:
@@ -43,7 +49,15 @@ def read_tables(path: str = DEFAULT_CONFIG) -> dict[str, Any]:
             raise ConfigError(f"the setting {name} in {path} is in no table", hint=hint)
         if name not in TABLES:
             raise ConfigError(f"unknown table [{name}] in {path}", hint=f"known: {', '.join(sorted(TABLES))}")
+        if isinstance(tables[name], dict):
+            tables[name] = _named(tables[name], path)
     return tables
+
+
+def _named(table: dict[str, Any], source: str) -> Table:
+    made = Table({name: _named(value, source) if isinstance(value, dict) else value for name, value in table.items()})
+    made.source = source
+    return made
 
 
 def build(cls: type[T], raw: object, where: str, *, skip: frozenset[str] = frozenset(), **overrides: Any) -> T:
@@ -58,7 +72,8 @@ def build(cls: type[T], raw: object, where: str, *, skip: frozenset[str] = froze
     values: dict[str, Any] = {}
     for name, value in raw.items():
         if name not in known or name in skip:
-            raise ConfigError(f"unknown setting {where}.{name}", hint=f"known: {', '.join(sorted(set(known) - skip))}")
+            place = f" in {raw.source}" if isinstance(raw, Table) else ""
+            raise ConfigError(f"unknown setting {where}.{name}{place}", hint=f"known: {', '.join(sorted(set(known) - skip))}")
         default = known[name]
         if dataclasses.is_dataclass(default) and not isinstance(default, type):
             values[name] = build(type(default), value, f"{where}.{name}")

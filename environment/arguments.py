@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from weenv.core.errors import FormatError, WeenvError
-from weenv.environment.requested import size, sources
+from weenv.environment.requested import check_limits, size, sources
 from weenv.environment.spec import Bind, Limits, parse_bind
 
 MAX_CORES = 1e5
@@ -126,7 +126,11 @@ def amount(name: str, value: Any) -> int:
 
 def limits(cpus: Any, memory: Any, pids: Any) -> Limits:
     """The limits of those names."""
-    return Limits(number("cpus", cpus, 0, MAX_CORES), amount("memory", memory), whole("pids", pids))
+    made = Limits(number("cpus", cpus, 0, MAX_CORES), amount("memory", memory), whole("pids", pids))
+    try:
+        return check_limits(made)
+    except FormatError as error:
+        raise ArgumentError(error.message, hint=error.hint) from error
 
 
 def binds(name: str, value: Any) -> tuple[Bind, ...]:

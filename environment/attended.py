@@ -15,22 +15,23 @@ from weenv.core.errors import WeenvError
 from weenv.environment import lifecycle
 from weenv.environment.node import Node
 from weenv.environment.recall import Ready
+from weenv.environment.requested import GRACE, PATIENCE, TIMED_OUT, UNREAD, told, unread
 from weenv.environment.spec import Options, command
 from weenv.environment.stdio import CHUNK, Streams, Written
 from weenv.plugin.containerd.client import ContainerdError
-
-TIMED_OUT = 124
-"""Exit status of a command that ran out of time, as timeout(1) has it."""
+from weenv.plugin.containerd.runtime import Exit
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals to this process that are to end what it runs."""
 PASSED = (signal.SIGUSR1, signal.SIGUSR2)
 """Those that are only handed on."""
 
-GRACE = 10.0
-"""Seconds from the first of ENDING to SIGKILL: a first process without a handler does not even get it (pid_namespaces(7))."""
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """Exit status where nobody reads our output any more, as of whoever writes there himself."""
+
+
+_KEPT = 8192
+"""Bytes of standard error in which a runtime's last words are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,20 @@ class Wanted:
     interactive: bool = False
     init: bool = False
     idle: bool = False
+    timeout: float | None = None
+    """Seconds for which the command may run."""
+
+
+class _Last(Written):
+    """A sink that remembers the end of what it was given."""
+
+    def __init__(self, fd: int) -> None:
+        super().__init__(fd)
+        self.last = b""
+
+    def __call__(self, data: bytes) -> asyncio.Future[None] | None:
+        self.last = (self.last + bytes(data[-_KEPT:]))[-_KEPT:]
+        return super().__call__(data)
 
 
 def write_out(data: bytes) -> None:
@@ -96,10 +111,11 @@ async def attached(node: Node, wanted: Wanted) -> int:
 
 async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
     streams: list[Streams] = []
+    said = _Last(2)
 
     def connect(home: str) -> Streams:
         made = Streams(
-            home, stdout=Written(1), stderr=Written(2), stdin=wanted.interactive, terminal=wanted.options.terminal, keep=True
+            home, stdout=Written(1), stderr=said, stdin=wanted.interactive, terminal=wanted.options.terminal, keep=True
         )
         streams.append(made)
         return made
@@ -131,7 +147,7 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
                     helpers.append(asyncio.ensure_future(_follow_size(node, container, "", size)))
                 sweep = asyncio.ensure_future(lifecycle.tidy(node))
                 helpers.append(sweep)
-                status = await streams[-1].unless_failed(lifecycle.wait(node, container))
+                status, timed_out = await _until(node, container, streams[-1], wanted.timeout)
                 if status is not None:
                     ended = True
                     signals.enough()
@@ -148,7 +164,23 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
     except BrokenPipeError:
         return BROKEN_PIPE
     assert status is not None
-    return status.status
+    if unread(status.status, said.last) and node.say is not None:
+        node.say(UNREAD)
+    return TIMED_OUT if timed_out else status.status
+
+
+async def _until(node: Node, container: str, streams: Streams, seconds: float | None) -> tuple[Exit | None, bool]:
+    """How it ended (None where the streams failed), and whether its time was up and it was killed."""
+    limit = asyncio.timeout(seconds)
+    try:
+        async with limit:
+            return await streams.unless_failed(lifecycle.wait(node, container)), False
+    except TimeoutError:
+        if not limit.expired():
+            raise
+    with contextlib.suppress(ContainerdError):  # it has ended meanwhile
+        await lifecycle.patiently(lambda: node.tasks.kill(container, signal.SIGKILL, everyone=True))
+    return await streams.unless_failed(lifecycle.wait(node, container)), True
 
 
 async def _beside(node: Node, wanted: Wanted, ready: Ready, made: lifecycle.Started, signals: _Signals) -> int:
@@ -164,6 +196,7 @@ async def _beside(node: Node, wanted: Wanted, ready: Ready, made: lifecycle.Star
             await lifecycle.hand_over(node, made, remove_at_end=False)
         return await added(
             node, made.container.id, args, interactive=wanted.interactive, terminal=wanted.options.terminal,
+            timeout=wanted.timeout,
             starting=signals.hold, started=lambda name: signals.aim(made.container.id, name),
         )  # fmt: skip
     finally:
@@ -319,7 +352,10 @@ class _Signals:
     async def _end(self, container: str, process: str, number: int, count: int) -> None:
         if count == 1:
             await self._send(container, process, number)
-            await asyncio.sleep(GRACE)
+            await asyncio.sleep(PATIENCE)
+            if self._target is not None and self.node.say is not None:
+                self.node.say(told(number))
+            await asyncio.sleep(GRACE - PATIENCE)
         with contextlib.suppress(ContainerdError):
             await lifecycle.patiently(lambda: self.node.tasks.kill(container, signal.SIGKILL, everyone=True))
 

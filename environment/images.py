@@ -173,9 +173,12 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None, list[l
         cache = MappingCache()
     try:
         async with RegistryClient(registry_config(node.config.tables)) as client:
-            resolver = Resolver(client, cache, policy=policy)
+            resolver = Resolver(client, cache, policy=policy, silent=node.say is not None)
             local = NodeLayers(client, node.config.root, compose_config(node.config.tables), show=node.show)
             image = await compose(plan, resolver=resolver, root=node.config.root, local=local, own=True)
+            if node.say is not None:
+                for away in resolver.away.values():
+                    node.say(away.line())
             pinned = all(parse_location(use.ref).digest for use in plan.groups)
             until = None if resolver.stale else 0.0 if pinned else begin + resolver.max_age
             made = await register(image, node.namespace, snapshotter=node.run.snapshotter, local=local)

@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import math
 import os
+import re
 import shutil
 import signal
 import time
@@ -34,6 +35,7 @@ from weenv.environment.model import Plan
 from weenv.environment.node import Node
 from weenv.environment.recall import Ready
 from weenv.environment.record import LABEL, LABEL_RM, check_id, completed, labels_of, new_id, spec_of, user_text
+from weenv.environment.requested import UNREAD
 from weenv.environment.spec import Options
 from weenv.environment.stdio import Streams
 from weenv.environment.users import User
@@ -73,16 +75,38 @@ class Started:
     pid: int
 
 
-def start_error(error: ContainerdError) -> WeenvError:
-    """What a runtime says of a command that cannot be executed, as a shell would number it; else the error itself."""
+_SAID = re.compile(r'exec: \\?"([^"\\\n]+)\\?": ([^"\n]*)')
+"""What runc says of a command, somewhere in what the shim and containerd say of runc."""
+
+
+def start_error(error: ContainerdError, spec: Mapping[str, Any] | None = None) -> WeenvError:
+    """What a runtime says of a command that cannot be executed, as a shell would number it; else the error itself.
+
+    ``spec`` of the container, where it is known, tells where the command was looked for.
+    """
     text = error.message
     for words, code in (
         ("executable file not found", 127), ("no such file or directory", 127), ("permission denied", 126),
-        ("exec format error", 126), ("is a directory", 126),
+        ("exec format error", 126), ("is a directory", 126), ("input/output error", 126),
     ):  # fmt: skip
         if words in text.lower() and ("exec" in text or "runc" in text or "OCI runtime" in text):
-            return StartError(f"the command cannot be executed: {text.rpartition('exec failed: ')[2][-300:]}", code)
+            hint = UNREAD if code == 126 and words.startswith("input") else ""
+            found = _SAID.search(text)
+            if found is None:
+                what = text.rpartition("exec failed: ")[2][-300:]
+            elif found[2].startswith("executable file"):
+                what = f"{found[1][:200]!r} is not in {_path(spec)}"
+            else:
+                what = f"{found[1][:200]!r}: {found[2].removesuffix(': unknown')[:300]}"
+            return StartError(f"the command cannot be executed: {what}", code, hint=hint)
     return error
+
+
+def _path(spec: Mapping[str, Any] | None) -> str:
+    process = (spec or {}).get("process")
+    env = process.get("env") if isinstance(process, dict) else None
+    names = dict(str(item).partition("=")[::2] for item in env) if isinstance(env, list) else {}
+    return str(names.get("PATH", "$PATH"))[:300]
 
 
 async def patiently(work: Callable[[], Awaitable[T]], seconds: float = 60.0) -> T:
@@ -195,7 +219,7 @@ async def start(
             starting()
             await node.tasks.start(container)
         except ContainerdError as error:
-            raise start_error(error) from error
+            raise start_error(error, entry.spec) from error
     except BaseException:
         if opened is not None:
             opened.close()

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import select
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from weenv.core.regular import regular
@@ -22,7 +23,7 @@ from weenv.environment import accounts, admission, owner, recall
 from weenv.environment.outlet import AT_MOST, HURRY, LAST, Outlet
 from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
 from weenv.environment.record import LABEL_RM, check_id, completed, labels_of, new_id, spec_of, user_text
-from weenv.environment.requested import options_of
+from weenv.environment.requested import GRACE, PATIENCE, TIMED_OUT, UNREAD, options_of, told, unread
 from weenv.environment.runconfig import NodeConfig, load
 
 FLAGS = {"rm": "remove", "read-only": "read_only", "no-new-privileges": "no_new_privileges"}
@@ -31,6 +32,7 @@ VALUES = {
     "config": "config_path", "containerd": "address", "namespace": "namespace", "snapshotter": "snapshotter", "env": "env",
     "volume": "volume", "workdir": "workdir", "user": "user", "entrypoint": "entrypoint", "cpus": "cpus", "memory": "memory",
     "pids": "pids", "network": "network", "hostname": "hostname", "runtime": "runtime", "name": "name",
+    "timeout": "timeout",
 }  # fmt: skip
 """Options with a value, the same way."""
 SHORT = {"e": "env", "v": "volume", "w": "workdir", "u": "user", "n": "namespace"}
@@ -47,9 +49,11 @@ _RUNC_OPTIONS = "containerd.runc.v1.Options"
 _CHUNK = 1 << 16
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED = (signal.SIGUSR1, signal.SIGUSR2)
-_GRACE = 10.0
-"""As in weenv.environment.attended; seconds."""
 _RECONNECT = 60.0
+_LONGEST = 3600.0
+"""Seconds to wait at a time: select(2) does not take any number."""
+_KEPT = 8192
+"""Bytes of standard error in which a runtime's last words are looked for."""
 
 
 def parse(argv: Sequence[str]) -> dict[str, Any] | None:
@@ -58,7 +62,7 @@ def parse(argv: Sequence[str]) -> dict[str, Any] | None:
         "config_path": DEFAULT_CONFIG, "address": None, "namespace": None, "snapshotter": None, "env": (), "volume": (),
         "workdir": "", "user": "", "entrypoint": None, "cpus": 0.0, "memory": None, "pids": 0, "network": None,
         "hostname": "", "runtime": None, "name": "", "remove": False, "read_only": False, "no_new_privileges": False,
-        "tty": False,
+        "tty": False, "timeout": None,
     }  # fmt: skip
     words = list(argv)
     while words:
@@ -82,10 +86,12 @@ def parse(argv: Sequence[str]) -> dict[str, Any] | None:
         if parameter in _MANY:
             found[parameter] += (text,)
             continue
-        kind = type(found[parameter])
+        kind = float if parameter == "timeout" else type(found[parameter])
         try:
             found[parameter] = kind(text) if kind in (int, float) else text
         except ValueError:
+            return None
+        if parameter == "timeout" and not found[parameter] >= 0:
             return None
     return None
 
@@ -127,17 +133,18 @@ def run(argv: Sequence[str]) -> int | None:
     except BaseException:
         client.close()
         raise
+    spec = spec_of(config, ready, options, user, container)
     message: dict[str, Any] = {
         "id": container,
         "labels": labels_of(ready, wanted),
         "image": ready.name,
         "runtime": {"name": config.run.shim, **_options(config)},
-        "spec": {"type_url": _SPEC, "value": _json(spec_of(config, ready, options, user, container))},
+        "spec": {"type_url": _SPEC, "value": _json(spec)},
         "snapshotter": config.run.snapshotter,
         "snapshot_key": container,
     }
     with _Signals() as signals:
-        one = _One(config, client, container, signals)
+        one = _One(config, client, container, signals, math.inf if asked["timeout"] is None else asked["timeout"], spec)
         try:
             client.call(_CONTAINERS, "Create", "CreateContainerRequest", {"container": message}, "CreateContainerResponse")
         except QuickError as error:
@@ -218,7 +225,10 @@ def _options(config: NodeConfig) -> dict[str, Any]:
 class _One:
     """One environment, from its record to its removal."""
 
-    def __init__(self, config: NodeConfig, client: QuickClient, container: str, signals: _Signals) -> None:
+    def __init__(
+        self, config: NodeConfig, client: QuickClient, container: str, signals: _Signals, timeout: float,
+        spec: Mapping[str, Any],
+    ) -> None:  # fmt: skip
         self.config = config
         self.client = client
         self.container = container
@@ -228,7 +238,12 @@ class _One:
         self.prepared = False
         self.removed = False
         self.signals = signals
-        self.killed_at = 0.0
+        self.killed_at = self.told_at = math.inf
+        """When it is killed, and when that is said, having been told to end (monotonic seconds)."""
+        self.timeout = timeout
+        self.spec = spec
+        self.timed_out = False
+        self.last = b""
         self.running = False
         self.exit_status = -1
         self.waiting = 0
@@ -241,7 +256,10 @@ class _One:
             if not self._start(chain):
                 self.remove()
                 return None
-            return self._attend()
+            status = self._attend()
+            if unread(status, self.last):
+                _say(UNREAD)
+            return TIMED_OUT if self.timed_out else status
         finally:
             for fd in self.outputs:
                 os.close(fd)
@@ -284,7 +302,7 @@ class _One:
 
             if mount_moved(error.message):
                 return False
-            raise start_error(ContainerdError(error.message, "UNKNOWN")) from error
+            raise start_error(ContainerdError(error.message, "UNKNOWN"), self.spec) from error
         return True
 
     def _attend(self) -> int:
@@ -297,6 +315,7 @@ class _One:
         done: set[int] = set()
         deadline = 0.0
         sent = left = 0
+        up = time.monotonic() + self.timeout
         while True:
             for number in self.signals.caught[sent:]:
                 self._signal(number, again=sent > 0)
@@ -319,12 +338,17 @@ class _One:
                 if blocked and self.signals.caught and now >= deadline:
                     return self.exit_status  # told to end, with a reader that takes nothing
                 timeout = None if blocked and not self.signals.caught else deadline - now
-            elif self.killed_at:
-                if now >= self.killed_at:
-                    self.killed_at = 0.0
-                    self._kill(signal.SIGKILL, everyone=True)
-                    continue
-                timeout = self.killed_at - now
+            elif now >= min(up, self.killed_at):
+                self.timed_out |= now >= up
+                up = self.killed_at = self.told_at = math.inf
+                self._kill(signal.SIGKILL, everyone=True)
+                continue
+            elif now >= self.told_at:
+                self.told_at = math.inf
+                _say(told(self.signals.caught[0]))
+                continue
+            elif (due := min(up, self.killed_at, self.told_at)) < math.inf:
+                timeout = min(due - now, _LONGEST)
             sources = [fd for fd, outlet in outlets.items() if fd not in done and not outlet.pending]
             poll = [*sources, self.signals.wake, *([self.client.socket.fileno()] if self.waiting or self.listing else [])]
             readable, writable, _ = select.select(poll, blocked, [], timeout)
@@ -337,7 +361,9 @@ class _One:
                     if outlet.fd in writable:
                         outlet.flush()
                     if fd in readable and not outlet.pending:
-                        read = _copy(fd, outlet)
+                        read, data = _copy(fd, outlet)
+                        if outlet.fd == 2:
+                            self.last = (self.last + data)[-_KEPT:]
                         if read == 0:
                             done.add(fd)
                         left += max(0, read) if self.exit_status >= 0 else 0
@@ -392,7 +418,7 @@ class _One:
             self._kill(signal.SIGKILL, everyone=True)
         else:
             self._kill(number)
-            self.killed_at = time.monotonic() + _GRACE
+            self.killed_at, self.told_at = time.monotonic() + GRACE, time.monotonic() + PATIENCE
 
     def _kill(self, number: int, *, everyone: bool = False) -> None:
         if self.ended:
@@ -462,11 +488,11 @@ class _One:
         asyncio.run(go())
 
 
-def _copy(source: int, outlet: Outlet) -> int:
-    """Copy what is there: bytes, 0 at its end, -1 for nothing yet."""
+def _copy(source: int, outlet: Outlet) -> tuple[int, bytes]:
+    """Copy what is there: how much (0 at its end, -1 for nothing yet) and what."""
     try:
         data = os.read(source, _CHUNK)
     except BlockingIOError:
-        return -1
+        return -1, b""
     outlet.write(data)
-    return len(data)
+    return len(data), data

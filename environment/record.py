@@ -13,6 +13,7 @@ from weenv.environment import notlazy, owner, waiter
 from weenv.environment.admission import ceiling, is_elastic
 from weenv.environment.processes import accounts_swap, unified_only
 from weenv.environment.recall import Ready
+from weenv.environment.requested import check_memory
 from weenv.environment.runconfig import NodeConfig
 from weenv.environment.spec import Limits, Options, build_spec
 from weenv.environment.users import User
@@ -42,12 +43,14 @@ def check_id(name: str) -> str:
 
 
 def limits_of(ready: Ready, options: Options) -> Limits:
-    """What is asked for, else what the plan gives at the start."""
+    """What is asked for, else what the plan gives at the start. Raises FormatError."""
     asked = options.limits
     given = ready.resources
+    memory = asked.memory or int(given.memory.start or given.memory.ceiling)
+    check_memory(memory)
     return Limits(
         asked.cpus or given.cpu.start or given.cpu.ceiling,
-        asked.memory or int(given.memory.start or given.memory.ceiling),
+        memory,
         asked.pids or given.pids,
         accounts_swap(),
     )
@@ -67,7 +70,7 @@ def labels_of(ready: Ready, options: Options) -> dict[str, str]:
 
 
 def completed(config: NodeConfig, ready: Ready, options: Options, container: str) -> Options:
-    """The options with what the node and the plan give. Raises OSError, UnsupportedError."""
+    """The options with what the node and the plan give. Raises OSError, UnsupportedError, FormatError."""
     return replace(
         options,
         limits=limits_of(ready, options),

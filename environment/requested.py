@@ -4,11 +4,55 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from weenv.core.errors import FormatError, WeenvError
 from weenv.environment.spec import Bind, Limits, Options, parse_bind
+
+TIMED_OUT = 124
+"""Exit status of a command that ran out of time, as timeout(1) has it."""
+GRACE = 10.0
+"""Seconds from the first signal that is to end what runs to SIGKILL: a first process without a handler does not even get
+the signal (pid_namespaces(7))."""
+PATIENCE = 1.0
+"""Seconds of these after which it is said what is waited for."""
+LEAST_MEMORY = 6 << 20
+"""Bytes of memory that runtimes need to get a process started at all."""
+MOST_CORES = 256
+"""Cores that the kernel's shares can tell apart (spec.py, MOST_SHARES); more are taken where the node has them."""
+_UNREAD = re.compile(rb"(?:\A|\n)exec [^\n]{1,4096}: input/output error\s*\Z")
+UNREAD = "bytes of the command that are not on this node could not be had: weenv status names the layer and the reason"
+
+
+def told(number: int) -> str:
+    """What is said to whoever has sent a signal that has not ended anything."""
+    name = signal.Signals(number).name
+    return f"{name} was handed on, and it has not ended; it is killed in {GRACE - PATIENCE:.0f} s, or by one more signal"
+
+
+def unread(status: int, last: bytes) -> bool:
+    """Whether a first process ended because its program could not be read (EIO), as runtimes say it on its standard error."""
+    return status in (1, 126, 255) and _UNREAD.search(last) is not None
+
+
+def check_limits(limits: Limits) -> Limits:
+    """The limits, which a node and its runtime can give. Raises FormatError, which begins with the name of what is wrong."""
+    cores = os.cpu_count() or 1
+    if not 0 <= limits.cpus <= max(cores, MOST_CORES):  # nor is NaN
+        raise FormatError(f"cpus: {limits.cpus:g} cores cannot be given", hint=f"this node has {cores}; 0: what the plan says")
+    check_memory(limits.memory)
+    if not 0 <= limits.pids <= 1 << 62:
+        raise FormatError(f"pids: {limits.pids} processes cannot be given", hint="1 and more; 0: what the plan says")
+    return limits
+
+
+def check_memory(count: int) -> None:
+    """Raise FormatError for bytes with which nothing can be started; 0 is no limit."""
+    if count and not LEAST_MEMORY <= count <= 1 << 62:
+        hint = f"give at least {LEAST_MEMORY >> 20}m; 0: what the plan says"
+        raise FormatError(f"memory: nothing can be started with {count} bytes", hint=hint)
 
 
 def variables(words: Sequence[str]) -> dict[str, str]:
@@ -57,7 +101,7 @@ def options_of(o: Mapping[str, Any], command: Sequence[str], network: str) -> Op
         cwd=o["workdir"],
         user=o["user"],
         binds=sources(parse_bind(text) for text in o["volume"]),
-        limits=Limits(o["cpus"], size(o["memory"]), o["pids"]),
+        limits=check_limits(Limits(o["cpus"], size(o["memory"]), o["pids"])),
         network=o["network"] or network,
         hostname=o["hostname"],
         terminal=o["tty"],

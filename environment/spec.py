@@ -20,6 +20,9 @@ VERSION = "1.0.2"
 PERIOD = 100_000
 """Microseconds in which a CPU quota is given (the kernel's own default, Documentation/scheduler/sched-bwc.rst)."""
 
+MOST_SHARES = 1 << 18
+"""Largest weight of a control group's CPU, MAX_SHARES of kernel/sched/sched.h; a core is 1024."""
+
 CAPABILITIES = tuple(
     "CAP_" + name
     for name in (
@@ -240,11 +243,11 @@ def resources(limits: Limits) -> dict[str, Any]:
     """The ``linux.resources`` object of limits."""
     made: dict[str, Any] = {}
     if limits.cpus:
-        # The kernel takes at least a millisecond of quota and two shares.
+        # The kernel takes at least a millisecond of quota and two shares; runtimes take no more shares than MOST_SHARES.
         made["cpu"] = {
             "quota": max(1000, round(limits.cpus * PERIOD)),
             "period": PERIOD,
-            "shares": max(2, round(limits.cpus * 1024)),
+            "shares": min(MOST_SHARES, max(2, round(limits.cpus * 1024))),
         }
     if limits.memory:
         made["memory"] = {"limit": limits.memory}

@@ -146,6 +146,40 @@ def test_a_plans_command_that_fails_is_one_line(bench: Bench, tmp_path: Path, fl
     assert len(missing.stderr.splitlines()) == 1 and not bench.left()
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_a_command_may_have_a_time(bench: Bench, way: str) -> None:
+    script = "trap '' TERM; echo begun; (sleep 1000 & sleep 1000)"
+    done = bench.call("run", "--rm", *WAYS[way], "--timeout", "1.5", bench.plan, "--", "sh", "-c", script)
+    assert (done.returncode, done.stdout, done.stderr) == (124, b"begun\n", b"")
+    assert bench.call("run", "--rm", *WAYS[way], "--timeout", "600", bench.plan, "--", "sh", "-c", "exit 3").returncode == 3
+    assert not bench.left()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_cannot_be_run_is_one_clear_line(bench: Bench, way: str) -> None:
+    cases = ("nosuch", 127, b"'nosuch' is not in /"), ("/tmp", 126, b""), ("/etc/nosuch", 127, b"no such file")
+    for command, code, words in cases:
+        done = bench.call("run", "--rm", *WAYS[way], bench.plan, "--", command)
+        assert done.returncode == code, done
+        (line,) = done.stderr.splitlines()
+        assert line.startswith(b"weenv: the command cannot be executed: ") and words in line
+    for wrong in ("--cpus=1e6", "--memory=1m", "--pids=-1"):
+        done = bench.call("run", "--rm", *WAYS[way], wrong, bench.plan, "--", "true")
+        assert done.returncode == 1 and done.stderr.startswith(f"weenv: {wrong[2:].partition('=')[0]}: ".encode()), done
+    assert not bench.left()
+
+
+@pytest.mark.parametrize("way", ["quick", "input"])
+def test_who_waits_for_a_command_that_heeds_no_signal_is_told(bench: Bench, way: str) -> None:
+    command = ("run", "--rm", *WAYS[way], bench.plan, "--", "sh", "-c", "trap '' INT; echo up; while :; do sleep 1; done")
+    with bench.popen(*command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as child:
+        assert child.stdout is not None and child.stderr is not None and child.stdout.readline() == b"up\n"
+        child.send_signal(signal.SIGINT)
+        assert child.stderr.readline().startswith(b"weenv: SIGINT was handed on, and it has not ended; it is killed in 9 s")
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 137
+
+
 def test_logs_are_followed_to_the_end(bench: Bench) -> None:
     script = "trap 'echo last; echo oops >&2; exit 0' TERM; echo first; while :; do sleep 0.05; done"
     name = bench.ok("run", "-d", bench.plan, "--", "sh", "-c", script).strip()

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
+from simulator.registry import SimulatedRegistry
 
 from weenv.cli.main import main
 from weenv.environment.build import compose
@@ -14,6 +15,7 @@ from weenv.environment.plan import load_plan
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
 from weenv.registry.groupref.resolve import Resolver
+from weenv.registry.manifest import OCI_CONFIG, OCI_MANIFEST
 
 Captured = pytest.CaptureFixture[str]
 HEAD = "apiVersion: weenv.dev/v1\nkind: EnvironmentPlan\nmetadata: {name: task}\n"
@@ -55,6 +57,33 @@ def test_a_plan_that_is_not_there_is_one_line(command: list[str], config: str, t
     said, hint = capsys.readouterr().err.splitlines()
     assert said == f"weenv: {tmp_path}/missing.yaml: cannot be read: No such file or directory"
     assert hint.startswith("  name the plan's file")
+
+
+async def test_a_lock_wants_an_answer_of_its_registry(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "root").mkdir()
+    config, plan, locked = tmp_path / "config.toml", tmp_path / "plan.yaml", tmp_path / "locked.yaml"
+    async with SimulatedRegistry() as sim:
+        groups = [f"{sim.host}/team/{name}:1" for name in ("a", "b")]
+        config.write_text(
+            f'[snapshotter]\nroot = "{tmp_path}/root"\n[registry]\nplain_http = ["{sim.host}"]\nattempts = 1\n'
+        )
+        plan.write_text(HEAD + f"groups: {json.dumps(groups)}\n")
+        image = json.dumps({"architecture": "amd64", "os": "linux", "rootfs": {"type": "layers", "diff_ids": []}}).encode()
+        described = {"mediaType": OCI_CONFIG, "digest": sim.add_blob(image), "size": len(image)}
+        manifest = {"schemaVersion": 2, "mediaType": OCI_MANIFEST, "config": described, "layers": []}
+        sim.add_manifest(json.dumps(manifest).encode(), OCI_MANIFEST, "1")
+        lock = ["plan", "lock", str(plan), "--config", str(config), "-o", str(locked)]
+        assert await asyncio.to_thread(run, *lock) == 0
+        pinned = locked.read_text()
+        locked.unlink()
+    capsys.readouterr()
+    assert await asyncio.to_thread(run, *lock) == 1 and not locked.exists()
+    said, hint = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"weenv: {sim.host} cannot serve ") and "--stale-ok" in hint
+    assert await asyncio.to_thread(run, *lock, "--stale-ok") == 0 and locked.read_text() == pinned
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"weenv: {sim.host} cannot serve ") and "; using what was seen " in said
+    assert run(*lock, "--in-place") == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

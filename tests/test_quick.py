@@ -41,7 +41,8 @@ def test_its_options_are_the_ordinary_ones() -> None:
 
 
 words = st.sampled_from(
-    ["--rm", "-e", "A=1", "--env=B=2", "-w", "/w", "-u", "ann", "--cpus", "2", "--cpus=x", "--memory", "64m", "--pids=5", "-v",
+    ["--timeout", "7", "--timeout=nan", "--pids=-1",
+     "--rm", "-e", "A=1", "--env=B=2", "-w", "/w", "-u", "ann", "--cpus", "2", "--cpus=x", "--memory", "64m", "--pids=5", "-v",
      "/:/x", "--read-only", "--name", "n", "-d", "-t", "-it", "--network", "none", "plan.yaml", "--", "sh", "-c", "--no-such",
      "-e=1", ""]
 )  # fmt: skip

@@ -117,6 +117,33 @@ async def test_while_the_registry_is_away_the_old_answer_is_given_loudly(caplog:
             await resolver.resolve(name.replace(":v1", ":v2"))
 
 
+async def test_who_says_himself_that_a_registry_is_away_is_told_once_for_all_of_it(caplog: pytest.LogCaptureFixture) -> None:
+    cache = MappingCache()
+    async with RegistryClient(QUICK) as client:
+        resolver = Resolver(client, cache, max_age=0, silent=True)
+        async with SimulatedRegistry() as sim:
+            names = [f"{sim.host}/a:v{number}" for number in range(5)]
+            for name in names:
+                image(sim, name.rpartition(":")[2])
+            await resolver.resolve_all(names)
+            assert not resolver.away
+        with caplog.at_level(logging.WARNING):
+            await resolver.resolve_all(names)
+    (away,) = resolver.away.values()
+    assert sorted(away.references) == names and away.host == sim.host and not caplog.records
+    line = away.line()
+    assert line.startswith(f"{sim.host} cannot serve {sim.host}/a:v") and line.endswith(" and 2 more")
+    assert " seconds ago of " in line
+    away.seen -= 7300
+    assert " using what was seen 2 hours ago of " in away.line()
+
+
+async def test_a_name_without_tag_is_named_with_the_one_it_has() -> None:
+    async with SimulatedRegistry() as sim, RegistryClient(QUICK) as client:
+        with pytest.raises(NotFoundInSource, match=r"/a:latest$"):
+            await Resolver(client).resolve(f"{sim.host}/a")
+
+
 async def test_a_tag_that_is_gone_is_not_served_from_memory() -> None:
     async with SimulatedRegistry() as sim, RegistryClient(QUICK) as client:
         image(sim, "v1")

@@ -58,6 +58,16 @@ def test_build_names_the_setting_at_fault(raw: object, message: str) -> None:
         settings.build(Outer, raw, "t")
 
 
+def test_a_setting_that_nobody_knows_is_named_with_its_file(tmp_path: Path) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text("[snapshotter]\nnmae = 'x'\n[blobfs.fill]\nenable = true\n")
+    tables = settings.read_tables(str(path))
+    with pytest.raises(ConfigError, match=f"^unknown setting t.nmae in {path}$"):
+        settings.build(Outer, tables["snapshotter"], "t")
+    with pytest.raises(ConfigError, match=f"^unknown setting t.enable in {path}$"):
+        settings.build(Outer, tables["blobfs"]["fill"], "t")
+
+
 def test_files(tmp_path: object) -> None:
     path = f"{tmp_path}/c.toml"
     with pytest.raises(ConfigError, match="no such file"):

@@ -71,6 +71,28 @@ def choose(index: Index, platform: str, what: str) -> Descriptor:
 
 
 @dataclass
+class Away:
+    """A registry that gave no answer: which references got an old one, the oldest seen when (seconds since 1970), and why."""
+
+    host: str
+    references: list[str]
+    seen: float
+    reason: str
+
+    def line(self) -> str:
+        """A line that says so."""
+        names = ", ".join(self.references[:3]) + (f" and {len(self.references) - 3} more" if len(self.references) > 3 else "")
+        return f"{self.reason}; using what was seen {_ago(time.time() - self.seen)} ago of {names}"
+
+
+def _ago(seconds: float) -> str:
+    for length, unit in ((86400, "days"), (3600, "hours"), (60, "minutes")):
+        if seconds >= 2 * length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{max(0.0, seconds):.0f} seconds"
+
+
+@dataclass
 class Resolver:
     """Resolves any number of references side by side. ``max_age`` in seconds; ``at_once`` bounds requests in flight."""
 
@@ -83,6 +105,10 @@ class Resolver:
     """What the node accepts; None accepts everything."""
     stale: int = 0
     """How often an old answer was given because a registry was away."""
+    silent: bool = False
+    """Whoever asks says that himself, from ``away``; nothing is logged of it."""
+    away: dict[str, Away] = field(default_factory=dict)
+    """The registries that were, by host; kept where it is ``silent``."""
 
     def __post_init__(self) -> None:
         self.platform = self.platform or this_platform()
@@ -176,10 +202,13 @@ class Resolver:
             if old is None:
                 raise
             self.stale += 1
-            log.warning(
-                "registry away, using what the tag meant before",
-                extra={"reference": text, "digest": old.digest, "reason": error.message},
-            )
+            if self.silent:
+                self._note(reference, text, error)
+            else:
+                log.warning(
+                    "registry away, using what the tag meant before",
+                    extra={"reference": text, "digest": old.digest, "reason": error.message},
+                )
             return old
         except NotFoundInSource:
             if not reference.digest:
@@ -188,6 +217,13 @@ class Resolver:
         if group.digest != reference.digest:
             self.cache.confirm(self._name(reference), group.digest)
         return group
+
+    def _note(self, reference: Reference, text: str, error: UnavailableError) -> None:
+        row = self.cache.tag(self._name(reference))
+        seen = row[1] if row is not None else 0.0
+        away = self.away.setdefault(reference.host, Away(reference.host, [], seen, error.message))
+        away.references.append(text)
+        away.seen = min(away.seen, seen)
 
     async def _fetch(self, reference: Reference, text: str, old: ResolvedGroup | None) -> ResolvedGroup:
         status, data, media_type = await self._manifest(reference, reference.target, text, old.digest if old else "")
@@ -213,7 +249,8 @@ class Resolver:
         if known:
             headers["If-None-Match"] = f'"{known}"'
         status, answer, body = await self.client.request(
-            "GET", reference.api_host, f"/v2/{reference.repository}/manifests/{target}", what=text,
+            "GET", reference.api_host, f"/v2/{reference.repository}/manifests/{target}",
+            what=text if reference.digest or text.endswith(f":{reference.tag}") else f"{text}:{reference.tag}",
             scope=scope_of(reference.repository), headers=headers, limit=MAX_MANIFEST,
             accept=frozenset({200, 304}) if known else frozenset({200}),
         )  # fmt: skip

@@ -48,6 +48,7 @@ fuzz: setup
 lint: .venv/bin/ruff
 	.venv/bin/ruff check .
 	.venv/bin/mypy
+	MYPYPATH=src:integration:benchmarks .venv/bin/mypy -p weenv_testkit -p weenv_bench
 	.venv/bin/lint-imports
 
 .venv/bin/ruff:

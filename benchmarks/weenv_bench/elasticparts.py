@@ -16,6 +16,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from weenv.plugin.nri.config import ElasticConfig
@@ -204,7 +205,7 @@ def elastic(quick: bool) -> list[Row]:
         took = []
         for number in range(bursts):
             name = names[number % len(names)]
-            wait_until("its start quota", lambda name=name: where.cores(name) == START, 30)
+            wait_until("its start quota", partial(_has, where, name, START), 30)
             took.append(burst(where, name))
         # Where the kernel tells of all that an idle environment could need, it is looked at as seldom as this; the pressure
         # triggers among that need a right that not every machine gives.
@@ -241,7 +242,7 @@ def task(quick: bool) -> list[Row]:
                 name = where.start("sh", "-c", script.replace(str(loops), str(part)), flags=flags)
                 pids = os.path.join(where.group("cpu", name), "cgroup.procs")
                 begin = time.monotonic()
-                wait_until("its end", lambda pids=pids: not _lives(pids), 600, 0.01)
+                wait_until("its end", partial(_ended, pids), 600, 0.01)
                 times[way].append((time.monotonic() - begin) * (8 if way == "fixed" else 1))
                 where.containerd.remove_container(name)
     found = {way: statistics.median(values) for way, values in times.items()}
@@ -253,9 +254,13 @@ def task(quick: bool) -> list[Row]:
     ]  # fmt: skip
 
 
-def _lives(path: str) -> bool:
+def _has(where: Stand, name: str, cores: float) -> bool:
+    return where.cores(name) == cores
+
+
+def _ended(path: str) -> bool:
     try:
         with open(path) as file:
-            return bool(file.read())
+            return not file.read()
     except OSError:
-        return False
+        return True

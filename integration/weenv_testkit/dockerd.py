@@ -13,7 +13,7 @@ import os
 from types import TracebackType
 from typing import Any
 
-import docker
+import docker  # type: ignore[import-untyped]
 
 from weenv_testkit import tools
 from weenv_testkit.containerd import Containerd

@@ -65,7 +65,7 @@ class Image:
 
     def offset(self, nid: int) -> int:
         """The byte offset of an inode."""
-        return self.meta * 512 + nid * 32
+        return int(self.meta) * 512 + nid * 32
 
     def inode(self, nid: int) -> Inode:
         """Read an inode with its data or extents."""

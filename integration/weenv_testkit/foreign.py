@@ -143,7 +143,7 @@ def _pack(
             place = member.offset + at
             if place - begin >= share or begin == 0:
                 cut(place)
-            row = {"offset": base, "chunkOffset": at, "chunkSize": size}
+            row: dict[str, Any] = {"offset": base, "chunkOffset": at, "chunkSize": size}
             row["chunkDigest"] = "sha256:" + hashlib.sha256(data[at : at + size]).hexdigest()
             if place > begin:
                 row["innerOffset"] = place - begin

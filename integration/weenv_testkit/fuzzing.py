@@ -46,7 +46,7 @@ def main(
         _until(time.monotonic() + options.seconds, run, options.seed)
         return
     try:
-        import atheris  # type: ignore[import-not-found]
+        import atheris  # type: ignore[import-untyped]
     except ImportError:
         atheris = None
     if options.runs is not None or atheris is None:

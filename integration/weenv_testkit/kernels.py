@@ -471,9 +471,9 @@ class _Guest:
             "token": self.token,
         }
         if self.disk:
-            with open(os.path.join(self.kit, "disk"), "wb") as file:
-                file.truncate(self.disk << 20)
-            run_program("mkfs.ext4", "-q", "-E", "lazy_itable_init=1,lazy_journal_init=1", file.name)
+            with open(os.path.join(self.kit, "disk"), "wb") as disk:
+                disk.truncate(self.disk << 20)
+            run_program("mkfs.ext4", "-q", "-E", "lazy_itable_init=1,lazy_journal_init=1", disk.name)
         units = os.path.join(self.kit, "etc", "systemd", "system")
         os.makedirs(units if systemd else os.path.join(self.kit, "etc"))
         os.mkdir(os.path.join(self.kit, "new"))

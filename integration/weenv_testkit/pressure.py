@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import select
 import signal
@@ -29,6 +30,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from weenv.plugin.nri.admission import Ledger
@@ -87,6 +89,10 @@ def number(name: str, file: str) -> int:
     return -1 if first == "max" else int(first)
 
 
+def _between(name: str, file: str, low: float, high: float = math.inf) -> bool:
+    return low < number(name, file) < high
+
+
 class Node:
     """A controller and the environments that it manages."""
 
@@ -131,7 +137,7 @@ class Node:
 
     def looks(self) -> float:
         """Looks at environments so far, as the metrics count them once a second."""
-        return sum(self.metrics.samples.labels(kind)._value.get() for kind in ("peek", "whole"))
+        return float(sum(self.metrics.samples.labels(kind)._value.get() for kind in ("peek", "whole")))
 
     async def rest(self) -> None:
         """Wait until all environments are idle, so that nobody looks at them of his own accord."""
@@ -177,7 +183,7 @@ async def bursts(node: Node) -> dict[str, Any]:
             raise SystemExit("this kernel gives no triggers")
         waiting = asyncio.get_running_loop().run_in_executor(None, word, trigger, over := threading.Event())
         begin = node.go(name)
-        await until(f"a raise of {name}", lambda name=name: number(name, "cpu.max") > START * 100_000)
+        await until(f"a raise of {name}", partial(_between, name, "cpu.max", START * 100_000))
         raised.append(node.files.done[name] - begin)
         over.set()
         if (when := await waiting) is not None:
@@ -194,7 +200,7 @@ async def growth(node: Node) -> dict[str, Any]:
     for number_ in range(GROWN):
         name = f"grow-{number_}"
         node.add(name, GROW.format(name), 1.0)
-        await until("the brake", lambda name=name: 0 < number(name, "memory.high") < 32 * MIB)
+        await until("the brake", partial(_between, name, "memory.high", 0, 32 * MIB))
         await node.rest()
         reader = Reader(find(node.children[name].pid))
         notices = reader.notices("memory")
@@ -202,7 +208,7 @@ async def growth(node: Node) -> dict[str, Any]:
             raise SystemExit("this kernel has no memory.events")
         waiting = asyncio.get_running_loop().run_in_executor(None, word, notices, over := threading.Event())
         node.go(name)
-        await until("all to be written", lambda name=name: number(name, "memory.current") > 40 * MIB)
+        await until("all to be written", partial(_between, name, "memory.current", 40 * MIB))
         over.set()
         if (when := await waiting) is not None:
             met.append(node.files.done[name] - when)

@@ -22,7 +22,7 @@ class Failed(Exception):
     """A program of the kit failed; the text holds the end of its log."""
 
 
-def wait_until(what: str, check: Callable[[], T], timeout: float = 60, interval: float = 0.02) -> T:
+def wait_until(what: str, check: Callable[[], T | None], timeout: float = 60, interval: float = 0.02) -> T:
     """Call ``check`` until it returns something true; that value. Raises Failed after ``timeout`` seconds."""
     end = time.monotonic() + timeout
     while True:

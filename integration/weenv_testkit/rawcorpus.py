@@ -9,6 +9,7 @@ the public issue where users met it.
 from __future__ import annotations
 
 import random
+from typing import Any
 
 from weenv_testkit import rawtar
 from weenv_testkit.rawtar import END, GNU, USTAR, V7, directory, file, header, long_name, padded, pax
@@ -39,7 +40,7 @@ def sound() -> dict[str, bytes]:
     }
     capability, root_capability = {_X + b"security.capability": CAPABILITY}, {_X + b"security.capability": ROOT_CAPABILITY}
     deep = b"/".join([b"d" * 200] * 17)
-    both = {"uid": -1, "gid": -1}
+    both: dict[str, Any] = {"uid": -1, "gid": -1}
     sgid = directory(b"s", 0o2775, gid=50)
     sparse = {b"GNU.sparse.major": b"1", b"GNU.sparse.minor": b"0", b"GNU.sparse.name": b"s", b"GNU.sparse.realsize": b"5000"}
     old_sparse = {b"GNU.sparse.numblocks": b"2", b"GNU.sparse.size": b"5000", b"GNU.sparse.map": b"512,512,4096,904"}

@@ -19,10 +19,11 @@ import shutil
 import signal
 import subprocess
 import sys
+from typing import Any
 
-from swesmith.bug_gen.adapters.python import get_entities_from_file_py
-from swesmith.bug_gen.procedural.python import MODIFIERS_PYTHON
-from swesmith.bug_gen.utils import generate_patch_fast
+from swesmith.bug_gen.adapters.python import get_entities_from_file_py  # type: ignore[import-not-found]
+from swesmith.bug_gen.procedural.python import MODIFIERS_PYTHON  # type: ignore[import-not-found]
+from swesmith.bug_gen.utils import generate_patch_fast  # type: ignore[import-not-found]
 
 LINES = 14
 """Lines that a task's patch adds and removes at most."""
@@ -32,7 +33,7 @@ CPU, TIMEOUT = 10, 120
 
 def candidates(repository: str, package: str, seed: int) -> list[dict[str, str]]:
     """Small patches, in an order that the seed decides."""
-    entities: list = []
+    entities: list[Any] = []
     for folder, names, files in os.walk(os.path.join(repository, package)):
         names.sort()
         for name in sorted(files):
@@ -82,7 +83,7 @@ def run_tests(copy: str, wanted: list[str], output: str) -> int:
     return os.waitstatus_to_exitcode(status) if os.WIFEXITED(status) else -1
 
 
-def check(work: tuple[dict[str, str], str, str, list[str]]) -> dict | None:
+def check(work: tuple[dict[str, str], str, str, list[str]]) -> dict[str, Any] | None:
     """The candidate with a test that fails for it, or None."""
     candidate, repository, scratch, tests = work
     copy = os.path.join(scratch, f"copy-{os.getpid()}")
@@ -109,7 +110,7 @@ def main(repository: str, package: str, count: str, seed: str, scratch: str, *te
 
     order = candidates(repository, package, int(seed))
     print(f"{len(order)} candidates in {repository}", file=sys.stderr)
-    tasks: list[dict] = []
+    tasks: list[dict[str, Any]] = []
     with multiprocessing.Pool(2 * len(os.sched_getaffinity(0))) as pool:
         for task in pool.imap(check, ((candidate, repository, scratch, list(tests)) for candidate in order)):
             if task is not None:

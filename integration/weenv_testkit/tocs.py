@@ -124,9 +124,9 @@ def make_toc(nodes: Mapping[bytes, Node], *, stream_size: int = 0, diff_id: str 
             pool += tree[path].target
     first, cells = [0], []
     for pairs in sets:
-        for name, value in pairs:
-            cells.append((len(pool), len(name), len(pool) + len(name), len(value)))
-            pool += name + value
+        for key, text in pairs:
+            cells.append((len(pool), len(key), len(pool) + len(key), len(text)))
+            pool += key + text
         first.append(len(cells))
     dtypes = {
         "parent": np.uint32, "name_off": np.uint32, "name_len": np.uint16, "kind": np.uint8, "flags": np.uint8,
@@ -207,7 +207,8 @@ def _xattrs(member: tarfile.TarInfo) -> Iterable[tuple[bytes, bytes]]:
 
 def _pieces(member: tarfile.TarInfo) -> Iterable[tuple[int, int, int]]:
     stream = member.offset_data
-    for logical, length in member.sparse or ():
+    pieces: Iterable[tuple[int, int]] = member.sparse or ()  # type: ignore[assignment]  # typeshed says bytes
+    for logical, length in pieces:
         if length:
             yield logical, stream, length
         stream += length

@@ -225,7 +225,7 @@ def part_series(bench: Bench) -> list[Row]:
         at_most("series", "  the same / the work alone (overlayfs' own commands)", median("weenv", "done") / work, 1.35),
         at_most("series", "with a profile: pull to end of series / overlayfs, zstd",
                 median("profiled", "done") / median("zstd", "done"), 0.55),
-        at_most("series", "  the same / the work alone (overlayfs' own commands)", median("profiled", "done") / work, 1.35),
+        at_most("series", "  with a profile / the work alone", median("profiled", "done") / work, 1.35),
         at_most("series", "background fill on / off", median("weenv+fill", "done") / median("weenv", "done"), 1.05),
     ]  # fmt: skip
 

@@ -1,7 +1,8 @@
-"""Sizes on the command line, and the options of whatever makes frames."""
+"""Sizes and ages on the command line, and the options of whatever makes frames."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 else:
     _Type = click.ParamType  # generic from click 8.2 on
 
+_AGE = re.compile(r"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?\Z", re.ASCII)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
@@ -45,6 +47,17 @@ class Size(_Type):
         if found % self.step:
             self.fail(f"{value!r} is no multiple of {self.step}", param, ctx)
         return found
+
+
+def age(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
+    """Seconds from ``90s``, ``15m``, ``24h``, ``7d`` or several of them: an option's callback."""
+    if value is None:
+        return None
+    match = _AGE.match(value)
+    if not value or match is None:
+        raise click.BadParameter(f"{value!r} is no age: write 90s, 15m, 24h or 7d")
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
 
 
 def frames(command: _Command) -> _Command:

@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from typing import Any
 
 import click
 
 from weenv.cli import render
-from weenv.cli.amounts import Size
+from weenv.cli.amounts import Size, age
 from weenv.core.errors import WeenvError
 from weenv.core.log import printable
 from weenv.core.settings import DEFAULT_CONFIG, read_tables
 
-_AGE = re.compile(r"(?:([0-9]+)d)?(?:([0-9]+)h)?(?:([0-9]+)m)?(?:([0-9]+)s)?\Z", re.ASCII)
 _PATIENCE = 20.0
 """Seconds for which the running blobfs may say nothing: it gives a sign of life every second."""
 
 CONFIG = click.option("--config", "config_path", default=DEFAULT_CONFIG, show_default=True, help="WeEnv's configuration.")
-
-
-def _age(_ctx: click.Context, _param: click.Parameter, value: str | None) -> float | None:
-    """Seconds from ``90s``, ``15m``, ``24h``, ``7d`` or several of them."""
-    if value is None:
-        return None
-    match = _AGE.match(value)
-    if not value or match is None:
-        raise click.BadParameter(f"{value!r} is no age: write 90s, 15m, 24h or 7d")
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(days * 86400 + hours * 3600 + minutes * 60 + seconds)
 
 
 def _ask(tables: dict[str, Any], request: dict[str, Any]) -> dict[str, Any]:
@@ -120,13 +107,13 @@ def _ago(seconds: float) -> str:
 @cache.command("prune", short_help="Take layers' data out of the cache.")
 @CONFIG
 @click.option("--all", "everything", is_flag=True, help="All that can go.")
-@click.option("--until", "age", callback=_age, metavar="AGE", help="What nobody has read for so long: 90s, 15m, 24h, 7d.")
+@click.option("--until", callback=age, metavar="AGE", help="What nobody has read for so long: 90s, 15m, 24h, 7d.")
 @click.option("--layer", "layers", multiple=True, metavar="DIGEST", help="Of this layer only, or its first digits; repeatable.")
 @click.option("--to", "size", type=Size(0, unit=True), metavar="SIZE", help="No more than makes it that small: 500M, 20Gi.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @click.option("--json", "as_json", is_flag=True, help="For machines.")
 def prune(
-    config_path: str, everything: bool, age: float | None, layers: tuple[str, ...], size: int | None, dry_run: bool,
+    config_path: str, everything: bool, until: float | None, layers: tuple[str, ...], size: int | None, dry_run: bool,
     as_json: bool,
 ) -> None:  # fmt: skip
     """Take data out of the cache, what was not read for longest first.
@@ -141,12 +128,12 @@ def prune(
       weenv cache prune --to 20Gi --dry-run
       weenv cache prune --layer 4f2a91c0 --all
     """
-    if not (everything or age is not None or layers or size is not None):
+    if not (everything or until is not None or layers or size is not None):
         raise click.UsageError("say what: --all, --until AGE, --layer DIGEST or --to SIZE")
     prefixes = [layer.removeprefix("sha256:").lower() for layer in layers]
     request: dict[str, Any] = {"op": "prune", "layers": prefixes, "dry_run": dry_run}
-    if age is not None:
-        request["before"] = time.time() - age
+    if until is not None:
+        request["before"] = time.time() - until
     if size is not None:
         request["to"] = size
     tables = read_tables(config_path)
@@ -186,7 +173,7 @@ def _users(tables: dict[str, Any]) -> dict[str, list[str]]:
 _NAMED = 3
 """Containers named for each layer that stays."""
 _WHY = {
-    "container": "the kernel reads it by itself for what was started before; it can go when that has ended",
+    "container": "the kernel reads it by itself for what was started before; it can go when that has been removed",
     "unanswered": "the kernel reads it by itself, and weenv snapshotter has not mounted it over blobfs: see weenv status",
     "alone": "the kernel reads it by itself; where weenv blobfs and weenv snapshotter run, it can go",
     "age": "the kernel reads it by itself, and nobody knows when: --all, --to and --layer take it without --until",

@@ -1,14 +1,16 @@
-"""``weenv image``: what containerd's content store has of images, and fetching what it lacks."""
+"""``weenv image``: what containerd's content store has of images, fetching what it lacks, removing what plans left."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from weenv.cli import render
+from weenv.cli.amounts import age
 from weenv.core.errors import WeenvError
 from weenv.core.settings import DEFAULT_CONFIG
 
@@ -34,7 +36,10 @@ def _common(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group()
 def image() -> None:
-    """What containerd's content store has of images: lazily pulled ones have no layer in it (docs/docker.md)."""
+    """What containerd's content store has of images: lazily pulled ones have no layer in it (docs/docker.md).
+
+    Each plan that was run leaves an image, too: prune removes those that nothing uses (docs/plans.md).
+    """
 
 
 def _with(
@@ -194,3 +199,43 @@ def fetch(
         raise failures[0]
     if check and any(content.missing for content, _ in results):
         raise click.exceptions.Exit(1)
+
+
+@image.command("prune", short_help="Remove the images of plans that nothing uses.")
+@click.option("--all", "everything", is_flag=True, help="All that nothing uses.")
+@click.option("--until", callback=age, metavar="AGE", help="Those composed so long ago: 90s, 15m, 24h, 7d.")
+@click.option("--dry-run", is_flag=True, help="Only say what would go.")
+@_common
+def prune(
+    everything: bool, until: float | None, dry_run: bool, namespace: str | None, socket: str | None, config_path: str,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Remove the images that plans were composed to (weenv.local/...) and that no container uses, running or not.
+
+    With them go their snapshots and mounts. No layer's bytes do, for other plans read them (weenv cache prune), and a plan that
+    is run again is composed again, which downloads nothing. Images that were pulled stay.
+
+    \b
+    Examples:
+      weenv image prune --until 24h
+      weenv image prune --all --namespace moby --dry-run
+    """
+    from weenv.environment.composed import remove, unused
+
+    if everything == (until is not None):
+        raise click.UsageError("say what: --all, or --until AGE")
+
+    async def work(space: Namespaced, node: NodeConfig) -> tuple[list[str], int]:
+        found, others = await unused(space, node.run.snapshotter, None if until is None else time.time() - until)
+        if not dry_run:
+            await remove(space, found)
+        return [item.name for item in found], others
+
+    names, kept = _with(config_path, socket, namespace, work)
+    if as_json:
+        render.print_json({"removed": names, "kept": kept, "dry_run": dry_run})
+        return
+    for name in names:
+        click.echo(render.plain(name))
+    verb = "would remove" if dry_run else "removed"
+    click.echo(f"{verb} {render.counted(len(names), 'image')} of plans; {kept} stay", err=True)

@@ -70,7 +70,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "snapshotter": ("weenv.cli.daemons:snapshotter", "The containerd proxy snapshotter daemon."),
     "blobfs": ("weenv.cli.daemons:blobfs", "The daemon that serves layer bytes on demand."),
     "plan": ("weenv.cli.plan:plan", "Check, pin, draw, publish and compose environment plans."),
-    "image": ("weenv.cli.image:image", "What containerd has of images, and their blobs for docker save and push."),
+    "image": ("weenv.cli.image:image", "What containerd has of images: their blobs for docker save and push, what plans left."),
     "profile": ("weenv.cli.profile:profile", "What an image's containers read first: record, publish, show."),
     "gateway": ("weenv.cli.gateway:gateway", "A registry on the node that answers plans and stacks as images."),
     "nri": ("weenv.cli.nri:nri", "The plugin that gives containers of CRI their starting quotas."),

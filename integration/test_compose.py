@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import time
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from weenv.environment.compose import Composed, NotLazyError, compose_image, is_registered, register
+from weenv.environment.composed import remove, unused
 from weenv.environment.model import GroupUse, Plan, PlanConfig
 from weenv.plugin.containerd.client import Client, ContainerdError
 from weenv.registry.client import RegistryClient
@@ -137,6 +139,39 @@ def test_a_restart_keeps_it_and_removal_lets_containerd_collect_it(node: Node, g
     node.containerd.collect()
     wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "keep"), 60)
     assert not node.containerd.content("keep")
+
+
+ROOT = {"containerd.io/gc.root": "1"}
+
+
+def test_what_plans_left_goes_where_nothing_stands_on_it(node: Node, groups: Groups) -> None:
+    """A container's record keeps its image, and so does a snapshot alone: docker has no record of what is stopped."""
+    idle, recorded, stood_on = (
+        asyncio.run(compose(plan(*refs))) for refs in ([groups.base], [groups.base, groups.tool], [groups.base, groups.over])
+    )
+    for image in (idle, recorded, stood_on):
+        on(node, lambda ns, image=image: register(image, ns), "left")  # type: ignore[misc]
+    node.containerd.ctr("containers", "create", "--snapshotter", SNAPSHOTTER, recorded.name, "one", namespace="left")
+    on(node, lambda ns: ns.snapshots(SNAPSHOTTER).prepare("two", stood_on.chain, ROOT), "left")
+
+    def found(before: float | None = None) -> tuple[set[str], int]:
+        images, others = on(node, lambda ns: unused(ns, SNAPSHOTTER, before), "left")
+        return {image.name for image in images}, others
+
+    assert found(time.time() - 3600) == (set(), 3)
+    assert found() == ({idle.name}, 2)
+    argv = [*tools.weenv(), "image", "prune", "--all", "--config", node.run_config("left"), "--json"]
+    assert json.loads(run(*argv, timeout=120)) == {"removed": [idle.name], "kept": 2, "dry_run": False}
+    assert node.containerd.content("left") == {blob for i in (recorded, stood_on) for blob in (i.digest, i.config_digest)}
+    node.containerd.remove_container("one", "left")
+    on(node, lambda ns: ns.snapshots(SNAPSHOTTER).remove("two"), "left")
+    images, others = on(node, lambda ns: unused(ns, SNAPSHOTTER, time.time() + 3600), "left")
+    assert ({image.name for image in images}, others) == ({recorded.name, stood_on.name}, 0)
+    assert on(node, lambda ns: remove(ns, [*images, images[0]]), "left") == 2
+    wait_until("the collection", lambda: not node.containerd.snapshots(SNAPSHOTTER, "left"), 60)
+    assert on(node, lambda ns: register(recorded, ns), "left").new, "what is run again is composed again"
+    assert node.shell(recorded.name, "run again", "left") == "tool again\n"
+    node.containerd.purge("left", SNAPSHOTTER)
 
 
 def test_a_layer_that_is_not_lazy_is_said_and_leaves_nothing(node: Node, groups: Groups) -> None:

@@ -33,7 +33,7 @@ OPTION = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 SHOWN = re.compile(r"\s*(?:(?:sudo|exec|until|if) )*weenv ([a-z]\S*)")
 """A line that runs weenv, to look at it."""
 ONE_OF = {
-    "weenv cache prune": ("everything", "age", "layers", "size"),
+    "weenv cache prune": ("everything", "until", "layers", "size"),
     "weenv image fetch": ("images", "everything"),
     "weenv rm": ("environments", "everything", "sweep"),
     "weenv group build": ("sources", "image"),

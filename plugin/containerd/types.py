@@ -112,11 +112,12 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image record: a name and what it points to."""
+    """An image record: a name and what it points to. ``created`` is in nanoseconds since 1970, the server's business."""
 
     name: str
     target: Descriptor
     labels: Mapping[str, str] = field(default_factory=dict)
+    created: int = 0
 
     def to_proto(self) -> Any:
         """The message (times are the server's business)."""
@@ -125,7 +126,9 @@ class Image:
     @classmethod
     def from_proto(cls, message: Any) -> Image:
         """From the message."""
-        return cls(message.name, Descriptor.from_proto(message.target), dict(message.labels))
+        return cls(
+            message.name, Descriptor.from_proto(message.target), dict(message.labels), nanoseconds(message.created_at)
+        )
 
 
 @dataclass(frozen=True, slots=True)

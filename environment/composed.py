@@ -1,0 +1,64 @@
+"""The images that plans were composed to, and which of them nothing uses any more.
+
+Each plan that was ever run or composed leaves one in containerd, under :data:`HOST`: a manifest and a config of some
+kilobytes, the snapshots of its layers, and what these keep on the node (mounts, the mutations' layer in its store).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from weenv.environment.compose import HOST
+from weenv.plugin.containerd.client import ContainerdError, Namespaced
+from weenv.plugin.containerd.runtime import Containers
+from weenv.plugin.containerd.types import Image, Kind
+
+_CONFIG = "containerd.io/gc.ref.content.config"
+_SNAPSHOT = "containerd.io/gc.ref.snapshot."
+
+
+async def unused(space: Namespaced, snapshotter: str, before: float | None = None) -> tuple[list[Image], int]:
+    """The composed images of a namespace that nothing stands on, the oldest first; and how many others there are.
+
+    A container's record counts, running or not, and so does a snapshot that is written to or viewed, such as that of a docker
+    container that is stopped. ``before`` (seconds since 1970): only those composed before. Raises ContainerdError.
+    """
+    images = [image for image in await space.list_images() if image.name.startswith(f"{HOST}/")]
+    named = {container.image for container in await Containers(space).find()}
+    infos = await space.snapshots(snapshotter).list()
+    standing = {info.parent for info in infos if info.kind is not Kind.COMMITTED}
+    found = []
+    for image in images:
+        old = before is None or image.created / 1e9 < before
+        if old and image.name not in named and await _chain(space, image, snapshotter) not in standing:
+            found.append(image)
+    return sorted(found, key=lambda image: image.created), len(images) - len(found)
+
+
+async def _chain(space: Namespaced, image: Image, snapshotter: str) -> str:
+    """The snapshot that the image keeps; empty where it has none, so that nothing can stand on it."""
+    config = (await _labels(space, image.target.digest)).get(_CONFIG, "")
+    return (await _labels(space, config)).get(_SNAPSHOT + snapshotter, "") if config else ""
+
+
+async def _labels(space: Namespaced, digest: str) -> Mapping[str, str]:
+    try:
+        return (await space.content_info(digest)).labels
+    except ContainerdError as error:
+        if error.code not in ("NOT_FOUND", "INVALID_ARGUMENT"):
+            raise
+        return {}
+
+
+async def remove(space: Namespaced, images: list[Image]) -> int:
+    """Remove images; how many were still there. containerd has collected what only they kept when this ends."""
+    gone = 0
+    for number, image in enumerate(images, 1):
+        try:
+            await space.delete_image(image.name, sync=number == len(images))
+        except ContainerdError as error:
+            if error.code != "NOT_FOUND":
+                raise
+        else:
+            gone += 1
+    return gone

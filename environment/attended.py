@@ -154,11 +154,13 @@ async def _attached(node: Node, wanted: Wanted, signals: _Signals) -> int:
                     await streams[-1].drain(patient=lambda: not signals.caught)
                 signals.swept = sweep.done()
         finally:
-            streams[-1].close()
-            if wanted.remove:
-                await lifecycle.to_the_end(lifecycle.remove(node, container, ended=ended))
-            elif not ended:
-                await lifecycle.to_the_end(lifecycle.stop(node, container, grace=0))
+            try:
+                if wanted.remove:
+                    await lifecycle.to_the_end(lifecycle.remove(node, container, ended=ended))
+                elif not ended:
+                    await lifecycle.to_the_end(lifecycle.stop(node, container, grace=0))
+            finally:
+                streams[-1].close()  # not before: what nobody takes holds up the task's removal
     try:
         streams[-1].raise_error()
     except BrokenPipeError:

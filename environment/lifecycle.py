@@ -37,7 +37,7 @@ from weenv.environment.recall import Ready
 from weenv.environment.record import LABEL, LABEL_RM, check_id, completed, labels_of, new_id, spec_of, user_text
 from weenv.environment.requested import UNREAD
 from weenv.environment.spec import Options
-from weenv.environment.stdio import Streams
+from weenv.environment.stdio import Streams, drained
 from weenv.environment.users import User
 from weenv.plugin.containerd.client import ContainerdError
 from weenv.plugin.containerd.runtime import Container, Exit, Status, Stdio
@@ -53,6 +53,8 @@ _ANEW = 3
 """Times that an image is composed anew whose snapshots are gone, or a task made anew whose layers' mounts have moved."""
 _LOST = frozenset({"UNAVAILABLE"})
 _GONE = frozenset({"NOT_FOUND"})
+_UNREAD = 0.25
+"""Seconds that an ended task's deletion takes at most, unless what its process wrote is not taken by anybody."""
 
 
 class StartError(WeenvError):
@@ -393,12 +395,15 @@ async def _ignore(work: Awaitable[object]) -> None:
 
 
 async def remove(node: Node, container: str, *, ended: bool = False) -> None:
-    """Take an environment away, whatever state it is in; ``ended``: its task is known to have. Raises WeenvError."""
+    """Take an environment away, whatever state it is in; ``ended``: its task is known to have. Raises WeenvError.
+
+    Where something of it cannot be ended its record stays, by which the next who sweeps finds it.
+    """
     if not ended:
         await _unless(_GONE, stop(node, container, grace=0))
     for attempt in range(50):
         try:
-            await patiently(lambda: node.tasks.delete(container))
+            await _delete_task(node, container)
         except ContainerdError as error:
             if error.code in _GONE:
                 if ended or not await _in_the_making(node, container):
@@ -416,16 +421,40 @@ async def remove(node: Node, container: str, *, ended: bool = False) -> None:
     await patiently(lambda: _unless(_GONE, node.containers.delete(container)))
 
 
+async def _delete_task(node: Node, container: str) -> None:
+    """Delete an ended task. The shim waits 10 s for what the process wrote to be read; where nobody does, it is dropped."""
+    deleting = asyncio.ensure_future(patiently(lambda: node.tasks.delete(container)))
+    try:
+        await asyncio.wait([deleting], timeout=_UNREAD)
+        with drained(node.home(container)) if not deleting.done() else contextlib.nullcontext():
+            await deleting
+    finally:
+        deleting.cancel()
+        await asyncio.gather(deleting, return_exceptions=True)
+
+
 async def _in_the_making(node: Node, container: str) -> bool:
-    """True where containerd has the task after all; else what its making, given up by containerd, has left is ended."""
-    for _ in range(100):
+    """True where containerd has the task after all; else what its making, given up by containerd, has left is ended.
+
+    Raises WeenvError where something of that is still there.
+    """
+    for _ in range(0 if await _is_abandoned(node, container) else 100):
         if not await node.in_thread(orphans.makers, node.run.namespace, container):
             break
         await asyncio.sleep(0.05)
         if await patiently(lambda: _unless(_GONE, node.tasks.get(container))) is not None:
             return True
-    await node.in_thread(orphans.end, node.run.namespace, container, node.cgroup(container))
+    place = node.run.address, node.run.namespace, container, node.cgroup(container)
+    if not await node.in_thread(orphans.end, *place):
+        raise WeenvError(f"{container} does not end", hint="is a process of it in uninterruptible sleep?")
     return False
+
+
+async def _is_abandoned(node: Node, container: str) -> bool:
+    """Whether who was making it has died, so that nobody waits for its task any more."""
+    record = await patiently(lambda: _unless(_GONE, node.containers.get(container)))
+    mark = record.labels.get(LABEL_RM, "-") if record is not None else "-"
+    return mark != "-" and await asyncio.to_thread(owner.is_gone, mark)
 
 
 async def sweep(node: Node) -> list[str]:

@@ -252,17 +252,13 @@ class _One:
 
     def live(self, chain: str) -> int | None:
         """Start, copy, wait; the exit status, or None where the plan has to be composed anew or a signal came first."""
-        try:
-            if not self._start(chain):
-                self.remove()
-                return None
-            status = self._attend()
-            if unread(status, self.last):
-                _say(UNREAD)
-            return TIMED_OUT if self.timed_out else status
-        finally:
-            for fd in self.outputs:
-                os.close(fd)
+        if not self._start(chain):
+            self.remove()
+            return None
+        status = self._attend()
+        if unread(status, self.last):
+            _say(UNREAD)
+        return TIMED_OUT if self.timed_out else status
 
     def _start(self, chain: str) -> bool:
         call, key = self.client.call, {"snapshotter": self.config.run.snapshotter, "key": self.container}
@@ -443,7 +439,7 @@ class _One:
             if self.running and not self.ended:
                 raise QuickError("it has not ended", BROKEN)
             if self.running:
-                call(_TASKS, "Delete", "DeleteTaskRequest", {"container_id": self.container}, "DeleteResponse")
+                self._delete()
             if self.prepared:
                 key = {"snapshotter": self.config.run.snapshotter, "key": self.container}
                 call(_SNAPSHOTS, "Remove", "RemoveSnapshotRequest", key, _EMPTY)
@@ -455,6 +451,19 @@ class _One:
             self._ordinarily("remove")
         finally:
             self.client.close()
+            for fd in self.outputs:
+                os.close(fd)
+
+    def _delete(self) -> None:
+        """Delete the ended task; what it wrote and nobody takes any more is dropped, for the shim waits for its end."""
+        number = self.client.begin(_TASKS, "Delete", "DeleteTaskRequest", {"container_id": self.container}, "DeleteResponse")
+        open_ends = set(self.outputs)
+        while self.client.result(number, block=False) is None:
+            readable, _, _ = select.select([self.client.socket.fileno(), *open_ends], [], [])
+            for fd in open_ends.intersection(readable):
+                with contextlib.suppress(BlockingIOError):
+                    if not os.read(fd, _CHUNK):
+                        open_ends.discard(fd)
 
     def _clear(self) -> None:
         """The directory, which has nothing but the FIFOs in it."""

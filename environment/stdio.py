@@ -15,7 +15,8 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Awaitable, Callable, Coroutine
+import stat
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 from weenv.environment.outlet import AT_MOST, HURRY, LAST, QUIET, Outlet
@@ -312,3 +313,19 @@ class Streams:
         if not self._keep:
             with contextlib.suppress(OSError):
                 os.rmdir(self.directory)
+
+
+@contextlib.contextmanager
+def drained(directory: str) -> Iterator[None]:
+    """For the length of the block, what comes out of the FIFOs of an environment's directory is read and dropped."""
+    readers = []
+    try:
+        for name in ("1", "2"):
+            path = os.path.join(directory, name)
+            with contextlib.suppress(OSError):
+                if stat.S_ISFIFO(os.lstat(path).st_mode):
+                    readers.append(Reader(path, lambda _: None, asyncio.get_running_loop()))
+        yield
+    finally:
+        for reader in readers:
+            reader.close()

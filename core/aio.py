@@ -6,8 +6,7 @@ import asyncio
 import logging
 import resource
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Hashable
 from typing import Any, Generic, TypeVar
 
 from weenv.core.accepting import complain, is_short
@@ -60,26 +59,6 @@ class SingleFlight(Generic[K, T]):
 
     def __contains__(self, key: K) -> bool:
         return key in self._flights
-
-
-class KeyedLock(Generic[K]):
-    """An asyncio lock per key; keys nobody holds take no memory."""
-
-    def __init__(self) -> None:
-        self._locks: dict[K, tuple[asyncio.Lock, list[int]]] = {}
-
-    @asynccontextmanager
-    async def hold(self, key: K) -> AsyncIterator[None]:
-        """Hold the lock of ``key`` for the length of the block."""
-        lock, users = self._locks.setdefault(key, (asyncio.Lock(), [0]))
-        users[0] += 1
-        try:
-            async with lock:
-                yield
-        finally:
-            users[0] -= 1
-            if users[0] == 0:
-                self._locks.pop(key, None)
 
 
 class Background:

@@ -26,7 +26,8 @@ from weenv.environment import owner
 from weenv.environment.merge import EPOCH, encode, merge_configs, platform_of
 from weenv.environment.model import Plan
 from weenv.environment.notlazy import LABEL, NotLazyGroup, from_label, to_label
-from weenv.layer.verify import LAYER_ANNOTATION, PREFETCH_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations
+from weenv.environment.used import HOST as HOST
+from weenv.layer.verify import PREFETCH_ANNOTATION, SOURCE_ANNOTATION, TOC_ANNOTATION, parse_annotations
 from weenv.plugin.containerd.client import ContainerdError, Namespaced
 from weenv.plugin.containerd.types import LABEL_NOT_LAZY, LABEL_PREFIX, LABEL_SNAPSHOT_REF, Descriptor, Image
 from weenv.registry.groupref.model import MAX_STACK, LayerRef, ResolvedGroup
@@ -36,16 +37,12 @@ from weenv.registry.manifest import OCI_CONFIG, OCI_MANIFEST
 if TYPE_CHECKING:  # it brings the converter
     from weenv.environment.nodelayers import NodeLayers
 
-HOST = "weenv.local"
-"""Registry host in the names of composed images: no such registry exists, so nobody can be asked for one by mistake."""
-
 PLAN_LABEL = "dev.weenv.plan"
 """Label of a composed image in containerd: the plan's name."""
 ORIGIN_LABEL = "dev.weenv.origin."
 """Label of a composed image's manifest, a layer's number after it: ``host/repository`` of one that is not lazy."""
 
 _LEASE_LIFE = 3600
-_SOURCE_KEYS = (LAYER_ANNOTATION, TOC_ANNOTATION)
 
 
 class NotLazyError(WeenvError):

@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from simulator.credentials import StaticCredentials
 
 from weenv.core.errors import NotFoundInSource, SourceError, UnauthorizedError, UnavailableError
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.credentials import Credential, StaticCredentials
+from weenv.registry.credentials import Credential
 from weenv.registry.manifest import OCI_CONFIG, OCI_INDEX, OCI_LAYER_TAR, OCI_MANIFEST, Descriptor
 from weenv.registry.reference import Reference, parse_reference
 from weenv.registry.source import RegistrySource

@@ -43,8 +43,6 @@ from weenv.layer.treecolumns import TreeColumns, rows_of, tree_columns
 _CAPABILITY = b"security.capability"
 _CAPABILITY_SHAPES = ((20, 0x0200_0000), (24, 0x0300_0000))
 _NAME_MAX = 255
-_XATTR_CAPABILITY_SHAPES = ((20, 0x0200_0000), (24, 0x0300_0000))
-_NAME_MAX = 255
 
 
 class TreeBuilder:

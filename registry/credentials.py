@@ -213,15 +213,3 @@ class CredentialStore:
             if found:
                 return found
         return config.inline(host, repository)
-
-
-class StaticCredentials(CredentialStore):
-    """Credentials given in memory, by host (CRI hands them over like that)."""
-
-    def __init__(self, by_host: dict[str, Credential]) -> None:
-        self._by_host = dict(by_host)
-
-    def lookup(self, host: str, repository: str = "") -> Credential:
-        """The credential for a host, or ANONYMOUS."""
-        return self._by_host.get(host, ANONYMOUS)
-

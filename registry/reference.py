@@ -87,14 +87,6 @@ class Reference:
         """``host/repository``."""
         return f"{self.host}/{self.repository}"
 
-    @property
-    def familiar(self) -> str:
-        """As a person writes it: without docker.io and ``library/``."""
-        name = self.name
-        if self.host == DEFAULT_HOST:
-            name = self.repository.removeprefix("library/") if self.repository.count("/") == 1 else self.repository
-        return name + (f":{self.tag}" if self.tag else "") + (f"@{self.digest}" if self.digest else "")
-
     def with_digest(self, digest: str) -> Reference:
         """The same repository at a digest, without a tag."""
         return replace(self, tag="", digest=digests.check_digest(digest))

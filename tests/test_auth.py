@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.credentials import StaticCredentials
 from simulator.registry import SimulatedRegistry, redirect
 
 from weenv.core.errors import ConfigError, SourceError, UnauthorizedError
@@ -23,7 +24,7 @@ from weenv.registry.auth import merge_scopes, scope_of
 from weenv.registry.challenge import Challenge, choose, parse_challenges, parse_token, token_request
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.credentials import ANONYMOUS, Credential, CredentialStore, DockerConfig, StaticCredentials
+from weenv.registry.credentials import ANONYMOUS, Credential, CredentialStore, DockerConfig
 from weenv.registry.hosts import Endpoint, Trust
 from weenv.registry.manifest import Descriptor
 from weenv.registry.source import RegistrySource

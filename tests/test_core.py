@@ -12,7 +12,7 @@ import pytest
 from google.protobuf import descriptor_pb2
 
 from weenv.core import digest
-from weenv.core.aio import Background, KeyedLock, SingleFlight, gather_all
+from weenv.core.aio import Background, SingleFlight, gather_all
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import BadReference, FormatError, VerificationError, WeenvError
 from weenv.core.log import JsonFormatter, TextFormatter
@@ -107,22 +107,6 @@ async def test_single_flight_survives_one_cancelled_waiter_and_ends_with_the_las
     release.set()  # whoever comes now starts anew instead of inheriting the cancellation
     assert await flights.do("k", work) == "done"
     await asyncio.wait_for(cancelled.wait(), 1)
-
-
-async def test_keyed_lock_excludes_per_key_and_forgets() -> None:
-    locks: KeyedLock[str] = KeyedLock()
-    order: list[str] = []
-
-    async def use(key: str, name: str) -> None:
-        async with locks.hold(key):
-            order.append(name + "+")
-            await asyncio.sleep(0.01)
-            order.append(name + "-")
-
-    await asyncio.gather(use("a", "1"), use("a", "2"), use("b", "3"))
-    assert order.index("1-") < order.index("2+")
-    assert order.index("3+") < order.index("1-")
-    assert not locks._locks
 
 
 async def test_background_logs_failures_and_closes(caplog: pytest.LogCaptureFixture) -> None:

@@ -101,7 +101,7 @@ def test_a_deadline_is_kept(ledger: Ledger) -> None:
     ledger.ask(task("a", 13), 0)
     ledger.ask(task("b", 10), 10, deadline=5)
     assert ledger.wake_at() == 15
-    assert ledger.waits_since("b") == 10
+    assert ledger._waiting["b"].since == 10
     assert ledger.step(14.9).expired == ()
     assert ledger.step(15).expired == ("b",)
     assert ledger.wake_at() is None
@@ -151,7 +151,7 @@ def test_boosted_quota_is_taken_back_least_recently_pressed_first(ledger: Ledger
     assert ledger.step(41).admitted == ()
     ledger.settle("c", Quota(1, GIB))
     assert ledger.step(42).admitted == ("e",)
-    assert ledger.promise_of("a").cpu == 6
+    assert ledger._entries["a"].promised.cpu == 6
 
 
 def test_what_is_on_its_way_back_is_counted(ledger: Ledger) -> None:
@@ -206,7 +206,7 @@ def test_a_refused_taking_back_is_tried_elsewhere_and_not_for_ever(ledger: Ledge
     for number in range(6):
         for back in ledger.step(10 + number).take_back:
             seen.append(back.key)
-            ledger.settle(back.key, ledger.promise_of(back.key))
+            ledger.settle(back.key, ledger._entries[back.key].promised)
     assert seen == ["a"] * 3 + ["b"] * 3
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from simulator import registry as simulated
 from simulator.certificates import Authority
+from simulator.credentials import StaticCredentials
 from simulator.pushable import PushableRegistry
 from simulator.registry import SimulatedRegistry
 
@@ -26,7 +27,7 @@ from weenv.core.errors import NotFoundInSource, SourceError, UnauthorizedError, 
 from weenv.registry.auth import scope_of
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.credentials import Credential, StaticCredentials
+from weenv.registry.credentials import Credential
 from weenv.registry.manifest import OCI_INDEX, Descriptor
 from weenv.registry.reference import Reference
 from weenv.registry.source import RegistrySource, read_checked

@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 from simulator import registry as simulated
+from simulator.credentials import StaticCredentials
 from simulator.registry import SimulatedRegistry
 
 from weenv.core.errors import NotFoundInSource, SourceError, UnauthorizedError, UnavailableError, VerificationError
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.credentials import StaticCredentials
 from weenv.registry.policy import Pace, parse_retry_after, retry_delay
 from weenv.registry.ranged import RangesIgnored
 from weenv.registry.source import FileSource, LayoutSource, RegistrySource, open_source, read_checked

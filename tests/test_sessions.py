@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 from simulator import registry as simulated
 from simulator.certificates import Authority
+from simulator.credentials import StaticCredentials
 from simulator.registry import SimulatedRegistry
 
 from weenv.core.errors import SourceError, UnavailableError
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.credentials import StaticCredentials
 from weenv.registry.manifest import Descriptor
 from weenv.registry.reference import parse_reference
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from simulator import registry as simulated
+from simulator.credentials import StaticCredentials
 from simulator.registry import SimulatedRegistry
 
 from weenv.core.errors import (
@@ -23,7 +24,7 @@ from weenv.core.errors import (
 )
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.credentials import Credential, StaticCredentials
+from weenv.registry.credentials import Credential
 from weenv.registry.manifest import OCI_INDEX, Descriptor
 from weenv.registry.reference import parse_reference
 

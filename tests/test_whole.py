@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from simulator import registry as simulated
+from simulator.credentials import StaticCredentials
 from simulator.registry import SimulatedRegistry
 
 from weenv.layer.verify import verify_frame
@@ -26,7 +27,6 @@ from weenv.plugin.snapshotter.fetch.flight import AHEAD, FILL, FetchLayer, Fetch
 from weenv.plugin.snapshotter.fetch.whole import Cutter
 from weenv.registry.client import RegistryClient
 from weenv.registry.config import RegistryConfig
-from weenv.registry.credentials import StaticCredentials
 from weenv.registry.source import RegistrySource
 from weenv_testkit.synthetic import make_layer, payload
 

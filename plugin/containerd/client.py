@@ -269,14 +269,6 @@ class Namespaced:
         request = SCHEMA["ContentInfoRequest"](digest=digest)
         return ContentInfo.from_proto((await self.call(f"/{_CONTENT}/Info", request, "ContentInfoResponse")).info)
 
-    async def list_content(self, *filters: str) -> list[ContentInfo]:
-        """All blobs that match any of ``filters``."""
-        request = SCHEMA["ListContentRequest"](filters=filters)
-        found: list[ContentInfo] = []
-        async for block in self.client.stream(f"/{_CONTENT}/List", request, "ListContentResponse", headers=self.headers):
-            found.extend(ContentInfo.from_proto(info) for info in block.info)
-        return found
-
     async def read_content(self, digest: str, *, limit: int = 64 << 20) -> bytes:
         """A whole blob of at most ``limit`` bytes. Raises :class:`ContainerdError` where it is larger or missing."""
         request = SCHEMA["ReadContentRequest"](digest=digest)
@@ -354,10 +346,6 @@ class Namespaced:
         request.update_mask.paths.extend("labels." + name for name in labels)
         return ContentInfo.from_proto((await self.call(f"/{_CONTENT}/Update", request, "ContentUpdateResponse")).info)
 
-    async def delete_content(self, digest: str) -> None:
-        """Remove a blob."""
-        await self.call(f"/{_CONTENT}/Delete", SCHEMA["DeleteContentRequest"](digest=digest), _EMPTY)
-
     # leases
 
     async def create_lease(self, lease: str, labels: Mapping[str, str] | None = None) -> Lease:
@@ -373,6 +361,11 @@ class Namespaced:
     async def delete_lease(self, lease: str, *, sync: bool = False) -> None:
         """End a lease; ``sync`` waits for the garbage collection."""
         await self.call(f"/{_LEASES}/Delete", SCHEMA["DeleteLeaseRequest"](id=lease, sync=sync), _EMPTY)
+
+    async def list_lease_resources(self, lease: str) -> list[str]:
+        """The names of what a lease keeps, of whatever type."""
+        answer = await self.call(f"/{_LEASES}/ListResources", SCHEMA["ListResourcesRequest"](id=lease), "ListResourcesResponse")
+        return [str(item.id) for item in answer.resources]
 
     async def add_lease_resource(self, lease: str, resource: str, kind: str) -> None:
         """Keep ``resource`` of type ``kind`` (``content``, ``snapshots/<snapshotter>``) as long as the lease lives."""

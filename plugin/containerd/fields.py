@@ -115,9 +115,6 @@ _CONTENT: dict[str, FieldTable] = {
     "ContentInfoResponse": {"info": (1, "ContentInfo")},
     "ContentUpdateRequest": {"info": (1, "ContentInfo"), "update_mask": (2, _MASK)},
     "ContentUpdateResponse": {"info": (1, "ContentInfo")},
-    "ListContentRequest": {"filters": (1, "repeated string")},
-    "ListContentResponse": {"info": (1, "repeated ContentInfo")},
-    "DeleteContentRequest": {"digest": (1, "string")},
     "ReadContentRequest": {"digest": (1, "string"), "offset": (2, "int64"), "size": (3, "int64")},
     "ReadContentResponse": {"offset": (1, "int64"), "data": (2, "bytes")},
     "WriteContentRequest": {

@@ -137,10 +137,6 @@ class Ledger:
                 reserve = Quota(reserve.cpu + start.cpu, reserve.memory + start.memory)
         return NodeView(self.capacity.cpu, self.capacity.memory, self.promised, reserve)
 
-    def promise_of(self, key: Hashable) -> Quota:
-        """What an admitted environment is promised. Raises KeyError."""
-        return self._entries[key].promised
-
     # --- environments ------------------------------------------------------------------------------------------------
 
     def adopt(self, request: Request, quota: Quota, lowest: Quota | None = None) -> None:
@@ -253,11 +249,6 @@ class Ledger:
     def wake_at(self) -> float | None:
         """When the next deadline is over; None: nobody waits."""
         return min((waiter.until for waiter in self._waiting.values()), default=None)
-
-    def waits_since(self, key: Hashable) -> float | None:
-        """Since when an environment waits; None where it does not."""
-        waiter = self._waiting.get(key)
-        return None if waiter is None else waiter.since
 
     # --- inside ------------------------------------------------------------------------------------------------------
 

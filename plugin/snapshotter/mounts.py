@@ -260,12 +260,6 @@ def filesystem_at(path: str) -> str:
     return found[1]
 
 
-def filesystem_known(name: str) -> bool:
-    """True where the running kernel lists filesystem ``name``; a module that is not loaded is not listed."""
-    with open("/proc/filesystems", encoding="ascii") as file:
-        return any(line.split()[-1:] == [name] for line in file)
-
-
 # How containerd is told to mount a snapshot. What is said and in which order follows containerd's own overlayfs
 # snapshotter (plugins/snapshots/overlay/overlay.go, v2.1.9), so that nothing above can tell the two apart.
 

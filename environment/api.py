@@ -28,10 +28,10 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from dataclasses import replace
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 from weenv.core.errors import ForkedError
-from weenv.environment import arguments, lifecycle
+from weenv.environment import archives, arguments, lifecycle
 from weenv.environment.exec import LIMIT, Command, ExecResult, execute, feed_bytes, run_mutations
 from weenv.environment.model import Plan
 from weenv.environment.node import Node, NodeConfig, load
@@ -240,9 +240,7 @@ class AsyncEnvironment:
         """
         self._usable()
         path, content, mode = arguments.path("path", path), arguments.data("data", data), arguments.mode("mode", mode)
-        user = lifecycle.base_process(self._container).get("user")
-        ids = user if isinstance(user, dict) else {}
-        whose = arguments.owner("owner", owner) or (int(ids.get("uid", 0)), int(ids.get("gid", 0)))
+        whose = arguments.owner("owner", owner) or self._ids()
 
         def write() -> None:
             root = open_process_root(self.pid)
@@ -252,6 +250,49 @@ class AsyncEnvironment:
                 os.close(root)
 
         await self._node.in_thread(write)
+
+    async def put_archive(self, path: str, data: bytes | IO[bytes], *, owner: tuple[int, int] | None = None) -> None:
+        """Unpack an uncompressed tar archive, its bytes or a binary file, below a directory, which is made if need be.
+
+        Files belong to whom the archive says, by number, or all to ``owner``; one that is there is replaced. Links are followed
+        as within the environment, never out of it; ``..``, devices and pipes in the archive are refused. Raises FileError,
+        FormatError, and what the file raises.
+        """
+        self._usable()
+        path, source = arguments.path("path", path), arguments.archive("data", data)
+        whose = arguments.owner("owner", owner)
+
+        def write() -> None:
+            root = open_process_root(self.pid)
+            try:
+                archives.unpack(root, path, source, owner=whose, parents=self._ids())
+            finally:
+                os.close(root)
+
+        await self._node.in_thread(write)
+
+    async def get_archive(self, path: str, *, limit: int = LIMIT) -> bytes:
+        """A file or a directory with all below it as a tar archive, whose names begin with the last part of ``path``.
+
+        Pipes, sockets, devices and the kernel's own files are left out. Raises FileError, LimitError beyond ``limit`` bytes.
+        """
+        self._usable()
+        path, limit = arguments.path("path", path), arguments.whole("limit", limit)
+
+        def read() -> bytes:
+            root = open_process_root(self.pid)
+            try:
+                return archives.pack(root, path, limit=limit)
+            finally:
+                os.close(root)
+
+        return await self._node.in_thread(read)
+
+    def _ids(self) -> tuple[int, int]:
+        """The environment's user and group."""
+        user = lifecycle.base_process(self._container).get("user")
+        ids = user if isinstance(user, dict) else {}
+        return int(ids.get("uid", 0)), int(ids.get("gid", 0))
 
     async def stop(self, *, grace: float = 10.0) -> int:
         """End the first process by SIGTERM, after ``grace`` seconds by SIGKILL; its exit status."""
@@ -395,6 +436,14 @@ class Environment:
     ) -> None:
         """See :meth:`AsyncEnvironment.write_file`."""
         self._portal.run(self._inner.write_file(path, data, mode=mode, owner=owner))
+
+    def put_archive(self, path: str, data: bytes | IO[bytes], *, owner: tuple[int, int] | None = None) -> None:
+        """See :meth:`AsyncEnvironment.put_archive`."""
+        self._portal.run(self._inner.put_archive(path, data, owner=owner))
+
+    def get_archive(self, path: str, *, limit: int = LIMIT) -> bytes:
+        """See :meth:`AsyncEnvironment.get_archive`."""
+        return self._portal.run(self._inner.get_archive(path, limit=limit))
 
     def stop(self, *, grace: float = 10.0) -> int:
         """See :meth:`AsyncEnvironment.stop`."""

@@ -6,11 +6,12 @@ at all. Every function here takes the argument's name, which its error begins wi
 
 from __future__ import annotations
 
+import io
 import math
 import operator
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import IO, Any
 
 from weenv.core.errors import FormatError, WeenvError
 from weenv.environment.requested import check_limits, size, sources
@@ -88,6 +89,16 @@ def data(name: str, value: Any) -> bytes:
     if not isinstance(value, bytes | bytearray | memoryview):
         raise _wrong(name, value, "bytes")
     return bytes(value)
+
+
+def archive(name: str, value: Any) -> IO[bytes]:
+    """Bytes, or a file that is read from where it stands."""
+    if isinstance(value, bytes | bytearray | memoryview):
+        return io.BytesIO(value)
+    if isinstance(value, io.TextIOBase) or not callable(getattr(value, "read", None)):
+        raise _wrong(name, value, "the bytes of a tar archive, or a file opened for reading in binary mode")
+    found: IO[bytes] = value
+    return found
 
 
 def number(name: str, value: Any, low: float = -math.inf, high: float = math.inf) -> float:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import os
 import posixpath
+import resource
 import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,16 @@ from weenv.environment.node import Node
 from weenv.environment.processes import MARKER, end_family, holds_pipe
 from weenv.environment.recall import Ready
 from weenv.environment.rootfs import FileError, find_program, open_process_root
-from weenv.environment.spec import DEFAULT_PATH, INIT, added_process, held_command
+from weenv.environment.spec import (
+    DEFAULT_PATH,
+    INIT,
+    MOST_ARGUMENTS,
+    MOST_TEXT,
+    TooLong,
+    added_process,
+    check_length,
+    held_command,
+)
 from weenv.environment.stdio import Collected, Sink, Streams
 from weenv.environment.users import User
 from weenv.environment.waiter import RELEASE
@@ -118,6 +128,10 @@ async def execute(
         user=command.user,
         terminal=command.terminal,
     )
+    try:
+        check_length(spec["args"], spec["env"], _room(first))
+    except TooLong as error:
+        return ExecResult(126, b"", f"weenv: the command cannot be executed: {error.message}\n".encode())
     streams = Streams(
         os.path.join(node.home(container.id), "x-" + name),
         stdout=stdout or kept[0],
@@ -150,6 +164,15 @@ async def execute(
     streams.raise_error()
     dropped = kept[0].dropped + kept[1].dropped
     return ExecResult(ended.status, kept[0].bytes(), kept[1].bytes(), timed_out, dropped, seconds)
+
+
+def _room(first: int) -> int:
+    """Bytes that a command's arguments and variables may have: what is added gets the first process's limit of the stack."""
+    try:
+        soft = resource.prlimit(first, resource.RLIMIT_STACK)[0]
+    except (OSError, ValueError):
+        return MOST_ARGUMENTS
+    return MOST_ARGUMENTS if soft == resource.RLIM_INFINITY else max(MOST_TEXT, soft // 4)
 
 
 def _program(first: int, container: Container, command: Command) -> str:

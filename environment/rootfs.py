@@ -88,6 +88,11 @@ def _file_system(fd: int) -> int:
     return int(found.f_type) & 0xFFFFFFFF
 
 
+def in_kernel(fd: int) -> bool:
+    """Whether a file is one that the kernel makes up. Raises OSError."""
+    return _file_system(fd) in _KERNEL_FILE_SYSTEMS
+
+
 def _fail(path: str, what: str, error: OSError) -> FileError:
     return FileError(f"{path[:300]} cannot be {what}: {error.strerror}", errno=error.errno or 0)
 
@@ -129,7 +134,7 @@ def write_file(root: int, path: str, data: bytes, *, mode: int | None, owner: tu
     """
     try:
         if parents:
-            _make_parents(root, path, owner)
+            make_parents(root, path, owner)
         try:
             found = open_in_root(root, path, os.O_PATH)
         except FileNotFoundError:
@@ -140,7 +145,7 @@ def write_file(root: int, path: str, data: bytes, *, mode: int | None, owner: tu
             try:
                 if not stat.S_ISREG(os.fstat(found).st_mode):
                     raise OSError(errno.EINVAL, "not a regular file")
-                if _file_system(found) in _KERNEL_FILE_SYSTEMS:
+                if in_kernel(found):
                     raise OSError(errno.EROFS, "belongs to the kernel")
                 fd = os.open(f"/proc/self/fd/{found}", os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC)
             finally:
@@ -155,7 +160,8 @@ def write_file(root: int, path: str, data: bytes, *, mode: int | None, owner: tu
         raise _fail(path, "written", error) from error
 
 
-def _make_parents(root: int, path: str, owner: tuple[int, int]) -> None:
+def make_parents(root: int, path: str, owner: tuple[int, int]) -> None:
+    """Make the directories above ``path`` that are not there; those belong to ``owner``. Raises OSError."""
     parent = posixpath.dirname(path)
     missing: list[str] = []
     while parent.strip("/"):

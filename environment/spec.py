@@ -7,6 +7,7 @@ Defaults are those users know from docker (capabilities, masked and read-only pa
 
 from __future__ import annotations
 
+import os
 import posixpath
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +23,12 @@ PERIOD = 100_000
 
 MOST_SHARES = 1 << 18
 """Largest weight of a control group's CPU, MAX_SHARES of kernel/sched/sched.h; a core is 1024."""
+
+MOST_TEXT = 1 << 17
+"""Bytes of one argument or variable with its zero byte, MAX_ARG_STRLEN of include/uapi/linux/binfmts.h with pages of 4 KiB."""
+MOST_ARGUMENTS = 6 << 20
+"""Bytes of all of them, with a pointer each, whatever the stack's limit is (fs/exec.c, bprm_stack_limits)."""
+_LONG = "write it into a file, or give it as input"
 
 CAPABILITIES = tuple(
     "CAP_" + name
@@ -167,6 +174,7 @@ def process(config: Mapping[str, Any], options: Options, user: User) -> dict[str
     if options.held and not options.waits:
         path = dict(item.partition("=")[::2] for item in variables)["PATH"]
         args = [INIT, *held(_candidates(args[0], path), args)]
+    check_length(args, variables)
     made: dict[str, Any] = {
         "terminal": options.terminal,
         "user": _user(user),
@@ -206,6 +214,24 @@ def _user(user: User) -> dict[str, Any]:
     if user.groups:
         made["additionalGids"] = list(user.groups)
     return made
+
+
+class TooLong(FormatError):
+    """A command's arguments and variables are more than the kernel takes."""
+
+
+def check_length(args: Sequence[str], env: Sequence[str], room: int = MOST_ARGUMENTS) -> None:
+    """Raise TooLong for what execve(2) does not take; ``room``: bytes in all, a quarter of the stack's limit."""
+    longest = total = 0
+    for text in (*args, *env):
+        size = len(os.fsencode(text)) + 1
+        longest = max(longest, size)
+        total += size + 8
+    if longest > MOST_TEXT:
+        raise TooLong(f"an argument or variable has {longest - 1} bytes, of {MOST_TEXT - 1} that the kernel takes", hint=_LONG)
+    room = min(room, MOST_ARGUMENTS)
+    if total > room:
+        raise TooLong(f"arguments and variables have {total} bytes, of {room} that the kernel takes", hint=_LONG)
 
 
 def added_process(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import os
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -16,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import weenv
+from weenv.environment.arguments import ArgumentError
 from weenv.environment.exec import Command, execute
 from weenv.environment.images import prepare
 from weenv.environment.lifecycle import NoSuchEnvironment, StartError
@@ -405,6 +408,48 @@ def test_files(bench: Bench) -> None:
             env.read_file("/no/such")
         with pytest.raises(weenv.environment.api.lifecycle.WeenvError, match="more than 3 bytes"):
             env.read_file("/testbed/code", limit=3)
+
+
+def test_archives(bench: Bench) -> None:
+    made = io.BytesIO()
+    with tarfile.open(fileobj=made, mode="w") as archive:
+        for name, mode in ("tools/run", 0o755), ("tools/deep/data", 0o600):
+            member = tarfile.TarInfo(name)
+            member.size, member.mode, member.uid, member.gid = 3, mode, 1000, 1001
+            archive.addfile(member, io.BytesIO(b"abc"))
+    with bench.start() as env:
+        env.put_archive("/opt", made.getvalue())
+        env.put_archive("/mine", io.BytesIO(made.getvalue()), owner=(7, 8))
+        told = env.exec(["stat", "-c", "%a %u %g %s", "/opt/tools/run", "/opt/tools/deep/data", "/mine/tools/run"]).text
+        assert told.splitlines() == ["755 1000 1001 3", "600 1000 1001 3", "755 7 8 3"]
+        env.exec(["ln", "-s", "/proc/1", "/opt/tools/link"])
+        with tarfile.open(fileobj=io.BytesIO(env.get_archive("/opt/tools"))) as back:
+            assert {item.name: item.linkname for item in back if item.issym()} == {"tools/link": "/proc/1"}
+            assert {item.name: item.size for item in back if item.isreg()} == {"tools/deep/data": 3, "tools/run": 3}
+        for wrong in "text", 7, io.StringIO("x"):
+            with pytest.raises(ArgumentError, match="data must be the bytes of a tar archive"):
+                env.put_archive("/opt", wrong)  # type: ignore[arg-type]
+        with pytest.raises(FileError):
+            env.put_archive("/sys/kernel", made.getvalue())
+        with pytest.raises(weenv.WeenvError, match="more than 100 bytes"):
+            env.get_archive("/opt", limit=100)
+
+
+def test_what_the_kernel_does_not_execute_says_so(bench: Bench) -> None:
+    with bench.start() as env:
+        env.write_file("/text", b"no program", mode=0o755)
+        cases = [
+            (["/tmp"], "it is no file"),
+            (["/text"], "no program for this machine"),
+            (["echo", "x" * 200_000], "has 200000 bytes"),
+            (["echo", *["y" * 1000] * 20_000], "arguments and variables have "),
+        ]
+        for command, words in cases:
+            result = env.exec(command)
+            assert (result.exit_code, result.stdout) == (126, b""), (command[0], result)
+            text = result.stderr.decode()
+            assert text.startswith("weenv: the command cannot be executed: ") and words in text and text.count("\n") == 1
+        assert len(env.exec(["echo", *["z" * 1000] * 1500]).stdout) == 1500 * 1001
 
 
 def test_nothing_leads_out_of_the_root(bench: Bench) -> None:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from weenv.plugin.snapshotter.http2 import connection as h2
 from weenv.plugin.snapshotter.http2.connection import Broken, Cancelled, Connection, Request
-from weenv.plugin.snapshotter.http2.hpack import Decoder, HpackError, huffman_decode, literal
+from weenv.plugin.snapshotter.http2.hpack import MAX_HEADERS, Decoder, HpackError, huffman_decode, literal
 from weenv.plugin.snapshotter.http2.server import Http2Server, Refused
 
 # -- HPACK: RFC 7541, appendix C
@@ -68,6 +68,21 @@ def test_repeated_blocks_follow_the_table() -> None:
 def test_malformed_blocks(block: str) -> None:
     with pytest.raises(HpackError):
         Decoder().decode(bytes.fromhex(block))
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        (b"\xff" + b"\x80" * 5 + b"\x00", "an integer is too large"),
+        (b"\xff" + b"\xff" * 5000, "an integer is too large"),
+        (b"\x00\x01a" + bytes((0x80 | 9,)) + b"\xff" * 9, "no such Huffman code"),
+        (b"\x82" * (MAX_HEADERS // (len(":method") + len("GET") + 32) + 1), "too many headers"),
+        (literal(b"a", b"x" * MAX_HEADERS), "too many headers"),
+    ],
+)
+def test_blocks_are_bounded_while_they_are_read(block: bytes, message: str) -> None:
+    with pytest.raises(HpackError, match=message):
+        Decoder().decode(block)
 
 
 @given(st.binary(max_size=200))
@@ -299,6 +314,7 @@ def test_requests_sent_by_halves_are_bounded_together() -> None:
         HELLO + frame(h2.WINDOW_UPDATE, 0, 0, b"\x7f\xff\xff\xff"),
         HELLO + frame(h2.RST_STREAM, 0, 9, b"\0\0\0\0"),
         HELLO + frame(h2.PING, 0, 0, b"x" * 20000),
+        HELLO + frame(h2.DATA, 0, 1, b"x" * 20000)[:9],  # at its head, before anything of it is kept
     ],
 )
 def test_a_broken_peer_is_told_and_left(data: bytes) -> None:

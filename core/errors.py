@@ -8,7 +8,7 @@ codes (1: the user's or the environment's fault; 2: usage), the snapshotter to g
 
     WeenvError
     ├── ConfigError                 a configuration file or flag cannot be used
-    ├── BadReference             an image reference or digest cannot be parsed
+    ├── BadReference                an image reference or digest cannot be parsed
     ├── FormatError                 bytes from outside are malformed; ``member`` names the entry at fault
     │   ├── VerificationError       bytes do not have the digest that the chain of trust promises
     │   ├── UnsupportedError        well formed, but something that this version does not represent
@@ -23,7 +23,35 @@ codes (1: the user's or the environment's fault; 2: usage), the snapshotter to g
     │   ├── SnapshotInUse           failed precondition: has children, or is not committed / not active
     │   └── InvalidRequest
     ├── MountError                  the kernel refused a mount; ``errno`` holds its answer
-    └── StorageError                the local disk is full or broken; ``errno`` holds the answer
+    ├── StorageError                the local disk is full or broken; ``errno`` holds the answer
+    └── ForkedError                 the process was forked from one that had used what it uses now
+
+What only one part of the code raises is defined there, below one of these::
+
+    WeenvError
+    ├── ContainerdError             plugin.containerd.client: containerd's answer, with its status ``code``
+    ├── ArgumentError               environment.arguments: an argument of the Python API
+    ├── NoSuchEnvironment, StartError    environment.lifecycle
+    ├── FileError, UnknownUser      environment.rootfs, environment.users
+    ├── NotLazyError                environment.compose
+    ├── QuickError                  environment.quickclient: a gRPC answer
+    ├── Refused                     environment.gateway.protocol: an HTTP answer; plugin.nri.actuate: limits that cannot be had
+    ├── NotAdmitted                 plugin.nri.admission: no room on the node
+    ├── NoDaemon, Denied, BadRequest     plugin.nri.ask, plugin.nri.control: the socket of elastic provisioning
+    ├── EnvGone, CgroupGone, CgroupUnreadable    plugin.nri.actuate, plugin.nri.cgroups
+    ├── RuntimeRefused, Lost, NriUnavailable, CreationRefused    plugin.nri.nriconnection, nriplugin, nrihandler
+    └── UnitFailed                  systemd.install.manager
+    ConfigError
+    └── Busy                        plugin.snapshotter.blobfs.holder: another server is attached
+    FormatError
+    ├── PlanError                   environment.yamlnodes: a fault of a plan, with its line
+    ├── ConflictError, TooLong      environment.merge, environment.spec
+    ├── MutationError, PatchError, PathError    environment.mutate
+    └── BadLayer                    plugin.snapshotter.blobfs.layers: a stream without its diffID
+    SourceError
+    └── RangesIgnored               registry.ranged
+    StorageError
+    └── DamagedTail                 plugin.snapshotter.blobfs.layers
 """
 
 from __future__ import annotations

@@ -396,9 +396,11 @@ def compose_plan(
     """
     from weenv.cli.progress import bar
     from weenv.cli.run import say
+    from weenv.environment import used
     from weenv.environment.build import compose
     from weenv.environment.compose import register
     from weenv.environment.composeconfig import compose_config
+    from weenv.environment.imagebound import bound
     from weenv.environment.nodelayers import NodeLayers
     from weenv.environment.notlazy import line
     from weenv.environment.runconfig import load
@@ -413,7 +415,11 @@ def compose_plan(
         image = await compose(loaded, resolver=resolver, root=node.root, local=local, own=True)
         async with Client(node.run.address) as client:
             where = client.namespace(node.run.namespace)
-            return image, await register(image, where, snapshotter=node.run.snapshotter, local=local)
+            made = await register(image, where, snapshotter=node.run.snapshotter, local=local)
+            used.touch(node.directory, where.name, image.name)
+            if made.new:
+                await bound(where, node.run.snapshotter, node.directory, settings.keep_images)
+            return image, made
 
     image, made = with_resolver(config_path, plain_http, work)
     if made.not_lazy:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from weenv.core.digest import chain_id, is_digest, verify
 from weenv.core.errors import ConfigError, FormatError, WeenvError
 from weenv.core.regular import given
-from weenv.environment import recall
+from weenv.environment import recall, used
 from weenv.environment.model import GroupUse, Plan
 from weenv.environment.node import Node
 from weenv.environment.notlazy import LABEL, line, said, to_label
@@ -68,12 +68,11 @@ def _as_it_is(name: str, node: Node) -> bool:
 
     Who pulled it into containerd need not have asked the policy; of what was composed, it has been asked. Blocking.
     """
-    from weenv.environment.compose import HOST
     from weenv.registry.groupref.resolve import node_policy
     from weenv.registry.reference import parse_location, place_name
 
     policy = node_policy(node.config.tables)
-    if policy is None or name.startswith(f"{HOST}/"):
+    if policy is None or name.startswith(f"{used.HOST}/"):
         return True
     return policy.rule(place_name(parse_location(name))).action == "allow"
 
@@ -150,6 +149,14 @@ def _sealed(tables: dict[str, Any], policy: Policy | None) -> list[list[str]] | 
     return sealed if again is not None and again.fingerprint == policy.fingerprint else None
 
 
+async def _bound(node: Node, keep: int) -> None:
+    """Keep the number of composed images in its bound; what fails is left to who composes the next."""
+    from weenv.environment.imagebound import bound
+
+    with contextlib.suppress(WeenvError):
+        await bound(node.namespace, node.run.snapshotter, node.directory, keep)
+
+
 async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None, list[list[str]] | None]:
     """The plan's image; until when (0: for ever, None: not at all) it would be the same if it were asked for again; and as
     long as which files of the policy do not change (None: not at all)."""
@@ -174,7 +181,8 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None, list[l
     try:
         async with RegistryClient(registry_config(node.config.tables)) as client:
             resolver = Resolver(client, cache, policy=policy, silent=node.say is not None)
-            local = NodeLayers(client, node.config.root, compose_config(node.config.tables), show=node.show)
+            settings = compose_config(node.config.tables)
+            local = NodeLayers(client, node.config.root, settings, show=node.show)
             image = await compose(plan, resolver=resolver, root=node.config.root, local=local, own=True)
             if node.say is not None:
                 for away in resolver.away.values():
@@ -184,6 +192,9 @@ async def _composed(plan: Plan, node: Node) -> tuple[Ready, float | None, list[l
             made = await register(image, node.namespace, snapshotter=node.run.snapshotter, local=local)
     finally:
         cache.close()
+    await asyncio.to_thread(used.touch, node.directory, node.run.namespace, image.name)
+    if made.new:
+        node.background(_bound(node, settings.keep_images))
     runs = tuple((item.run, item.directory) for item in plan.mutations if item.run)
     ready = Ready(
         image.name, json.loads(image.config), image.chain, plan.name, plan.resources, runs,

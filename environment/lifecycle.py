@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from weenv.core.errors import WeenvError
-from weenv.environment import accounts, admission, orphans, owner
+from weenv.environment import accounts, admission, orphans, owner, used
 from weenv.environment.images import prepare
 from weenv.environment.model import Plan
 from weenv.environment.node import Node
@@ -195,6 +195,7 @@ async def start(
         return Container(container, ready.name, spec, node.run.snapshotter, container, labels, node.run.shim, node.run.binary)
 
     entry = record(user or User())
+    await asyncio.to_thread(used.touch, node.directory, node.run.namespace, ready.name)
     try:
         await _enter(node, entry)
     except BaseException:

@@ -19,7 +19,7 @@ from typing import Any
 
 from weenv.core.regular import regular
 from weenv.core.settings import DEFAULT_CONFIG
-from weenv.environment import accounts, admission, owner, recall
+from weenv.environment import accounts, admission, owner, recall, used
 from weenv.environment.outlet import AT_MOST, HURRY, LAST, Outlet
 from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
 from weenv.environment.record import LABEL_RM, check_id, completed, labels_of, new_id, spec_of, user_text
@@ -143,6 +143,7 @@ def run(argv: Sequence[str]) -> int | None:
         "snapshotter": config.run.snapshotter,
         "snapshot_key": container,
     }
+    used.touch(config.directory, config.run.namespace, ready.name)
     with _Signals() as signals:
         one = _One(config, client, container, signals, math.inf if asked["timeout"] is None else asked["timeout"], spec)
         try:

@@ -275,8 +275,7 @@ async def test_what_cannot_be_built_leaves_nothing(tmp_path: Path, source: Path)
     (source / ".wh.x").write_bytes(b"")
     with pytest.raises(UnsupportedError, match=r"\.wh\."):
         await build_group(out, [str(source)], SPEC, TreeOptions(), QUICK)
-    assert not Layout(str(tmp_path / "out")).index().manifests
-    assert not [name for name in os.listdir(tmp_path / "out") if name.startswith(".weenv")]
+    assert not (tmp_path / "out").exists()
     for bad in ({"kind": "x"}, {"version": "a b"}, {"config": {"Env": ["x"]}}, {"created": -1}):
         with pytest.raises(ConfigError):
             replace(SPEC, **bad)

@@ -203,7 +203,7 @@ def fetch(
 
 @image.command("prune", short_help="Remove the images of plans that nothing uses.")
 @click.option("--all", "everything", is_flag=True, help="All that nothing uses.")
-@click.option("--until", callback=age, metavar="AGE", help="Those composed so long ago: 90s, 15m, 24h, 7d.")
+@click.option("--until", callback=age, metavar="AGE", help="Those not used for so long: 90s, 15m, 24h, 7d.")
 @click.option("--dry-run", is_flag=True, help="Only say what would go.")
 @_common
 def prune(
@@ -211,6 +211,8 @@ def prune(
     as_json: bool,
 ) -> None:  # fmt: skip
     """Remove the images that plans were composed to (weenv.local/...) and that no container uses, running or not.
+
+    Beyond compose.keep_images of them this goes by itself, those not used for longest first, when a plan is composed.
 
     With them go their snapshots and mounts. No layer's bytes do, for other plans read them (weenv cache prune), and a plan that
     is run again is composed again, which downloads nothing. Images that were pulled stay.
@@ -226,7 +228,8 @@ def prune(
         raise click.UsageError("say what: --all, or --until AGE")
 
     async def work(space: Namespaced, node: NodeConfig) -> tuple[list[str], int]:
-        found, others = await unused(space, node.run.snapshotter, None if until is None else time.time() - until)
+        before = None if until is None else time.time() - until
+        found, others = await unused(space, node.run.snapshotter, before, node.directory)
         if not dry_run:
             await remove(space, found)
         return [item.name for item in found], others

@@ -1,14 +1,15 @@
 """The images that plans were composed to, and which of them nothing uses any more.
 
-Each plan that was ever run or composed leaves one in containerd, under :data:`HOST`: a manifest and a config of some
+Each plan that was ever run or composed leaves one in containerd, under ``weenv.local``: a manifest and a config of some
 kilobytes, the snapshots of its layers, and what these keep on the node (mounts, the mutations' layer in its store).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 
-from weenv.environment.compose import HOST
+from weenv.environment import used
 from weenv.plugin.containerd.client import ContainerdError, Namespaced
 from weenv.plugin.containerd.runtime import Containers
 from weenv.plugin.containerd.types import Image, Kind
@@ -17,22 +18,45 @@ _CONFIG = "containerd.io/gc.ref.content.config"
 _SNAPSHOT = "containerd.io/gc.ref.snapshot."
 
 
-async def unused(space: Namespaced, snapshotter: str, before: float | None = None) -> tuple[list[Image], int]:
-    """The composed images of a namespace that nothing stands on, the oldest first; and how many others there are.
+async def unused(
+    space: Namespaced, snapshotter: str, before: float | None = None, directory: str = ""
+) -> tuple[list[Image], int]:  # fmt: skip
+    """The composed images of a namespace that nothing stands on, those not used for longest first; how many others there are.
 
-    A container's record counts, running or not, and so does a snapshot that is written to or viewed, such as that of a docker
-    container that is stopped. ``before`` (seconds since 1970): only those composed before. Raises ContainerdError.
+    A container's record counts, running or not, and so does a lease, and a snapshot that is written to or viewed, such as that
+    of a docker container that is stopped. ``before`` (seconds since 1970): only those composed before, and not used since
+    as far as the node's ``directory`` (NodeConfig.directory) tells. Raises ContainerdError.
     """
-    images = [image for image in await space.list_images() if image.name.startswith(f"{HOST}/")]
+    images = [image for image in await space.list_images() if image.name.startswith(f"{used.HOST}/")]
+    # Before the containers are listed: who starts one notes the use first.
+    times = await asyncio.to_thread(lambda: {image.name: last_use(image, directory, space.name) for image in images})
     named = {container.image for container in await Containers(space).find()}
     infos = await space.snapshots(snapshotter).list()
     standing = {info.parent for info in infos if info.kind is not Kind.COMMITTED}
+    leased = await _leased(space)
     found = []
     for image in images:
-        old = before is None or image.created / 1e9 < before
-        if old and image.name not in named and await _chain(space, image, snapshotter) not in standing:
+        free = image.name not in named and not {image.name, image.target.digest} & leased
+        if free and (before is None or times[image.name] < before) and await _chain(space, image, snapshotter) not in standing:
             found.append(image)
-    return sorted(found, key=lambda image: image.created), len(images) - len(found)
+    return sorted(found, key=lambda image: times[image.name]), len(images) - len(found)
+
+
+def last_use(image: Image, directory: str, namespace: str) -> float:
+    """When it was used last, or composed, in seconds since 1970."""
+    return max(image.created / 1e9, used.last(directory, namespace, image.name))
+
+
+async def _leased(space: Namespaced) -> set[str]:
+    """The names of all that leases keep."""
+    found: set[str] = set()
+    for lease in await space.list_leases():
+        try:
+            found.update(await space.list_lease_resources(lease.id))
+        except ContainerdError as error:
+            if error.code != "NOT_FOUND":
+                raise
+    return found
 
 
 async def _chain(space: Namespaced, image: Image, snapshotter: str) -> str:

@@ -272,7 +272,7 @@ def control_groups(
 
 
 def _capable(path: str) -> bool:
-    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:
+    with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:  # the process is gone: it cannot do anything
         for line in file:
             if line.startswith(b"CapEff:"):
                 return bool(int(line.split()[1], 16) >> _CAP_SYS_RESOURCE & 1)

@@ -241,8 +241,8 @@ def _purge(tree: Tree, settings: files.Settings) -> None:
 def _sweep(settings: files.Settings, lower: BlobfsConfig) -> None:
     """What ended daemons leave in /run."""
     for path in (f"{lower.holder_socket}.lock", f"{settings.containerd}.weenv-elastic"):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it may not be there, and is in /run
             os.unlink(path)
     for path in (lower.mountpoint, os.path.dirname(lower.mountpoint), settings.root):
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # others may have put something there
             os.rmdir(path)  # those that are empty

@@ -86,7 +86,7 @@ class Memory:
             "source": digest, "layer": asdict(result.layer), "diff_id": result.diff_id, "stream_size": result.stream_size,
             "places": result.places,
         }  # fmt: skip
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the layer is converted again next time, that is all
             os.makedirs(self._directory, mode=0o700, exist_ok=True)
             write_atomic(self._path(digest), json.dumps(raw).encode(), durable=False)
 

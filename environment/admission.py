@@ -82,5 +82,6 @@ def give_back(config: NodeConfig, ready: Ready, options: Options, container: str
     from weenv.plugin.nri.ask import Asker
     from weenv.plugin.nri.serveconfig import from_tables
 
+    # Where it is not told, the daemon takes the room back by itself, a minute later.
     with contextlib.suppress(WeenvError), Asker(from_tables(config.tables).socket) as asker:
         asker.ask("release", namespace=config.run.namespace, id=container)

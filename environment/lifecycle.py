@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
 import os
 import re
@@ -42,6 +43,8 @@ from weenv.environment.users import User
 from weenv.plugin.containerd.client import ContainerdError
 from weenv.plugin.containerd.runtime import Container, Exit, Status, Stdio
 from weenv.plugin.containerd.types import Mount
+
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -390,9 +393,11 @@ async def stop(node: Node, container: str, *, grace: float = 10.0, number: int =
 
 
 async def _ignore(work: Awaitable[object]) -> None:
-    """What says that there is nothing to do any more is no fault."""
-    with contextlib.suppress(ContainerdError):
+    """What says that there is nothing to do any more is no fault; and whoever does not end is told of anyway."""
+    try:
         await work
+    except ContainerdError as error:
+        log.debug("containerd does not do it: %s", error)
 
 
 async def remove(node: Node, container: str, *, ended: bool = False) -> None:
@@ -477,9 +482,11 @@ async def sweep(node: Node) -> list[str]:
 
 async def tidy(node: Node) -> None:
     """:func:`sweep` for SWEEPING seconds at most; what fails, or takes longer, is left to the next command."""
-    with contextlib.suppress(WeenvError, TimeoutError):
+    try:
         async with asyncio.timeout(SWEEPING):
             await sweep(node)
+    except (WeenvError, TimeoutError) as error:
+        log.debug("what others left is not all gone yet: %s", str(error) or f"it takes more than {SWEEPING:g} s")
 
 
 _swept: dict[tuple[str, str], float] = {}

@@ -373,7 +373,7 @@ def running(status_socket: str) -> str:
 
 def running_pid(status_socket: str) -> tuple[bool, int]:
     """Whether there is one, and its process id, 0 where that cannot be told."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # no such directory: nobody holds it
         return holder_of(os.path.dirname(status_socket), _LOCK)
     return False, 0
 

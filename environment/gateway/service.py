@@ -178,7 +178,7 @@ def _check_digest(text: str) -> None:
 
 def _use(own: str, place: LayerPlace) -> bool:
     path = os.path.join(own, "blobs", "sha256", place.digest[7:])
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # it is not there: the caller makes it again
         if os.stat(path).st_size == place.size:
             os.utime(path)  # the store of mutations keeps what was used last
             return True

@@ -55,7 +55,7 @@ class Asker:
 
     def shut(self) -> None:
         """End what another thread waits for."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the other side has ended it already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def ask(

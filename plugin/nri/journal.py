@@ -139,7 +139,7 @@ class Journal:
 
     def close(self) -> None:
         """Write what waits and close the file."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # its last lines are lost; the record has said why, if it failed before
             self.flush()
         os.close(self._fd)
 

@@ -140,7 +140,7 @@ class Connection:
                 future.exception()  # nobody may be waiting for it any more
         if tasks:
             await asyncio.wait(tasks, timeout=_DRAIN)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # how it ended is in the reason
             await self._writer.wait_closed()
 
     def _spawn(self, work: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:

@@ -163,7 +163,7 @@ def nursery() -> None:
                     _answer({"id": request["id"], "error": "StorageError", "message": text, "errno": error.errno or 0})
                     continue
                 if pid == 0:
-                    with contextlib.suppress(ValueError, OSError):
+                    with contextlib.suppress(ValueError, OSError):  # beyond a hard limit, which is lower and holds
                         most = _address_space() + int(request["memory"])
                         resource.setrlimit(resource.RLIMIT_AS, (most, most))
                     _answer({"id": request["id"], **_job(request)})

@@ -84,7 +84,7 @@ class Layers:
             try:
                 size += os.stat(f"{directory}/{name}").st_blocks * 512
             except OSError:
-                continue
+                continue  # it is not there (yet)
             inodes += 1
         return Usage(size, inodes)
 

@@ -106,7 +106,7 @@ def detach(target: str) -> bool:
 def _messages(fs: int) -> str:
     """The kernel's explanations, from the log of an fsopen(2) context."""
     lines: list[str] = []
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # ENODATA: there is no more
         while len(lines) < 8:
             text = os.read(fs, 1024).decode("utf-8", "replace").strip()
             lines.append(text[2:] if text[1:2] == " " else text)

@@ -173,7 +173,7 @@ def _layer(dirs: LayerDirs, layer: Layer, mode: str, point: str, snapshots: int,
         try:
             disk += os.stat(f"{directory}/{name}").st_blocks * 512
         except OSError:
-            continue
+            continue  # it is not there (yet)
     here = f"layout:{os.path.join(os.path.dirname(dirs.root), CONVERTED)}" in origins
     return LayerStatus(
         layer.digest, mode, point, size, stream, local, disk, snapshots, len(users), by_namespace(users), origins, here,

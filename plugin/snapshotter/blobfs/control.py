@@ -108,5 +108,5 @@ class Control:
             return  # who asked is gone
         finally:
             writer.close()
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # who asked is gone
                 await writer.wait_closed()

@@ -155,7 +155,7 @@ class Holder:
             return
         self.running = False
         if self.attached is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the server is ending by itself
                 self.attached.send(_pack({"op": "stop"}))
         client.send(_pack({"ok": True}))
 

@@ -86,7 +86,7 @@ class PeerServer(Server):
 
     def close(self) -> None:
         """Take no more peers; the threads end with the process, as those that read from ``/dev/fuse``."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # the next server clears the path
             os.unlink(self.path)
         with self._accepting:
             self._entrance.shut()
@@ -167,6 +167,6 @@ class PeerServer(Server):
         peer = self._peers.pop(number, None)
         if peer is not None:
             self._by_fd.pop(peer.fileno(), None)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # one that failed may not be waited for any more
                 self._poll.unregister(peer.fileno())
             peer.close()

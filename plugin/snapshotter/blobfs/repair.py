@@ -145,5 +145,5 @@ def _put_aside(path: str) -> None:
     toc, damaged = os.path.join(path, "toc"), os.path.join(path, "toc.damaged")
     with contextlib.suppress(FileNotFoundError):
         os.unlink(damaged)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError):  # a copy for whoever wants to look at it; the mending goes on
         os.link(toc, damaged)  # no moment without a ``toc``

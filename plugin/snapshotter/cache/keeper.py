@@ -207,7 +207,7 @@ class Keeper:
             if digest in found or not which.has(digest):
                 continue
             path = self.dirs.path(digest)
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the layer has just been removed
                 data = os.stat(f"{path}/data")
                 used = self._used.get(digest) or max(data.st_atime, data.st_mtime)
                 found[digest] = Entry(digest, path, data.st_blocks * 512, used)
@@ -380,12 +380,15 @@ class Keeper:
     def _drop(self, entry: Entry, held: Held, frames: NDArray[np.int64], done: Evicted, reason: str, *, dry: bool) -> None:
         if dry:
             found = Dropped(len(frames), int(held.sizes[frames].sum(dtype=np.int64)))
-            with contextlib.suppress(OSError, WeenvError), self._store(entry) as store, store.alone() as alone:
-                if alone:
-                    done.add(entry.digest, found)
-                else:
-                    done.add(entry.digest, Dropped(why="mounted"))
-                    _count(done.refused, entry.digest, found)
+            try:
+                with self._store(entry) as store, store.alone() as alone:
+                    if alone:
+                        done.add(entry.digest, found)
+                    else:
+                        done.add(entry.digest, Dropped(why="mounted"))
+                        _count(done.refused, entry.digest, found)
+            except (OSError, WeenvError) as error:
+                log.debug("cached data cannot be looked at", extra={"layer": entry.digest, "error": str(error)})
             return
         reason = "unused" if held.unused and reason in ("size", "disk") else reason
         try:
@@ -399,7 +402,7 @@ class Keeper:
             log.warning("cached data cannot be evicted", extra={"layer": entry.digest, "error": str(error)})
             return
         if os.path.exists(f"{entry.path}/{EVICT}") and not is_complete(entry.path):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the wish is looked at again with the next eviction
                 os.unlink(f"{entry.path}/{EVICT}")
 
     def _drop_open(
@@ -456,7 +459,7 @@ class Keeper:
                 continue
             wanted -= entry.allocated
             if not os.path.exists(f"{entry.path}/{EVICT}"):
-                with contextlib.suppress(OSError), open(f"{entry.path}/{EVICT}", "w"):
+                with contextlib.suppress(OSError), open(f"{entry.path}/{EVICT}", "w"):  # asked again in the next round
                     asked.append(entry.digest)
         return asked
 
@@ -464,7 +467,7 @@ class Keeper:
         """There is room again: complete layers may be read by the kernel itself. Returns how many had been asked for."""
         count = 0
         for digest in self.dirs.known():
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # there is none
                 os.unlink(self.dirs.file(digest, EVICT))
                 count += 1
         return count

@@ -152,7 +152,7 @@ class Prune:
     def end(self) -> None:
         """What has not gone may be read by the kernel itself again."""
         for digest in self._ours:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # blobfs has taken it back, or the layer is gone
                 os.unlink(self._keeper.dirs.file(digest, EVICT))
 
     def answer(self, data: int) -> dict[str, Any]:

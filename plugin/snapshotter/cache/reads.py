@@ -75,7 +75,7 @@ class Reads:
         self._fd = -1
         self._begin = 0
         if layer_dir is not None:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # a record that cannot be read is begun anew
                 for _, frame in load(layer_dir, frames):
                     self.seen[frame] = 1
 

@@ -49,7 +49,7 @@ class DataStore:
         except OSError as error:
             if not is_full(error):
                 raise StorageError(f"cannot open {path}: {error.strerror}", errno=error.errno or 0) from error
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # without it there is nothing to read either
                 store.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         return store
 

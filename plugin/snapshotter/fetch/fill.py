@@ -52,7 +52,7 @@ def sample() -> Usage:
         with open("/proc/pressure/cpu", "rb") as file:
             stalled = int(file.readline().rpartition(b"total=")[2]) / 1e6
     except (OSError, ValueError):
-        pass
+        pass  # a kernel without pressure information
     hertz = os.sysconf("SC_CLK_TCK")
     return Usage(time.monotonic(), sum(ticks) / hertz, (ticks[3] + ticks[4]) / hertz, time.process_time(), stalled)
 

@@ -103,7 +103,7 @@ def serve_new(client: socket.socket, host: str) -> int:
     except FormatError as error:
         client.send(pack({"error": "FormatError", "message": error.message}))
     except OSError as error:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # who asked is gone
             client.send(pack({"error": "MountError", "message": str(error)}))
     return 0
 

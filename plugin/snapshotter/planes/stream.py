@@ -187,7 +187,7 @@ class Stream:
     async def _from_file(self, offset: int, length: int) -> bytes:
         """From the plain file; fewer bytes where the disk does not give them, which blobfs mends."""
         buffer = bytearray(length)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # EAGAIN: not in the page cache
             if os.preadv(self._plain, [buffer], offset, os.RWF_NOWAIT) == length:  # in the page cache
                 return bytes(buffer)
         self._reading += 1
@@ -204,7 +204,7 @@ class Stream:
 def _open_plain(directory: str) -> int:
     """A descriptor of a complete layer's ``data``, from which nothing is punched out while it is open; -1 for any other."""
     path = f"{directory}/data"
-    with contextlib.suppress(OSError), hold(path):
+    with contextlib.suppress(OSError), hold(path):  # then blobfs is asked
         if plain_file(directory):
             return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     return -1

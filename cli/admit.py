@@ -9,6 +9,7 @@ import sys
 import click
 
 from weenv.cli.daemons import CONFIG
+from weenv.cli.render import print_json
 from weenv.core.errors import WeenvError
 from weenv.core.settings import read_tables
 from weenv.core.units import parse_bytes, parse_cores
@@ -38,13 +39,17 @@ def _waiting() -> None:
 @click.option("--memory", callback=_size, metavar="SIZE", help="To start with.  [default: elastic.start_memory]")
 @click.option("--cpu-max", callback=_cores, metavar="CORES", help="At most.  [default: elastic.ceiling_cpu]")
 @click.option("--memory-max", callback=_size, metavar="SIZE", help="At most.  [default: elastic.ceiling_memory]")
-@click.option("--role", type=click.Choice(["task", "evaluation", "service"]), default="task", show_default=True)
+@click.option(
+    "--role", type=click.Choice(["task", "evaluation", "service"]), default="task", show_default=True,
+    help="What it is for (docs/elastic.md).",
+)  # fmt: skip
 @click.option("--deadline", type=click.FloatRange(0, 1e6), help="Seconds to wait.  [default: elastic.admission.deadline]")
 @click.option("--for", "target", metavar="NAMESPACE/ID", help="The container that will start; it has a minute to do so.")
+@click.option("--json", "as_json", is_flag=True, help="With --for: print what was granted, for machines.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED, metavar="[-- COMMAND...]")
 def admit(
     config_path: str, cpu: float, memory: int, cpu_max: float, memory_max: int, role: str, deadline: float | None,
-    target: str | None, command: tuple[str, ...],
+    target: str | None, as_json: bool, command: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Wait until this node has room, and keep it for a container that is about to start, or while a command runs.
 
@@ -70,6 +75,9 @@ def admit(
             "admit", waiting=_waiting, namespace=namespace, id=name, cpu=cpu, memory=memory, cpu_max=cpu_max,
             memory_max=memory_max, role=role, deadline=deadline, hold=bool(words), exact=True,
         )  # fmt: skip
+        if as_json and not words:
+            print_json({"environment": f"{namespace}/{name}", **answer})
+            return
         if not words:
             click.echo(f"{namespace}/{name} is admitted after {answer['waited']:.1f} s", err=True)
             return

@@ -22,13 +22,15 @@ CONFIG = click.option(
 )
 _ENDING = 5.0
 """Seconds for a ``weenv serve`` that has just been told to end."""
+_FORMAT = "Lines for people, or a JSON object each (docs/logs.md)."
 _LEVELS = ["debug", "info", "warning", "error"]
 
 
 def log_options(command: click.decorators.FC) -> click.decorators.FC:
     """``--log-level`` and ``--log-format``."""
-    command = click.option("--log-format", type=click.Choice(["text", "json"]), default="text", show_default=True)(command)
-    return click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True)(command)
+    styles, least = click.Choice(["text", "json"]), "The least that is logged."
+    command = click.option("--log-format", type=styles, default="text", show_default=True, help=_FORMAT)(command)
+    return click.option("--log-level", type=click.Choice(_LEVELS), default="info", show_default=True, help=least)(command)
 
 
 def start_logging(ctx: click.Context, level: str, style: str) -> None:

@@ -83,6 +83,17 @@ def _containerd(path: str, address: str, name: str, version: str) -> tuple[list[
     return findings, config
 
 
+def _to_restart(running: list[checks.Finding], written: list[checks.Finding]) -> list[checks.Finding]:
+    """``running``; where containerd lacks only what its file has, the remedy is a restart."""
+    if not any((found.name, found.state) == ("proxy plugin", "ok") for found in written):
+        return running
+    remedy = "its configuration has it: restart containerd (systemctl restart containerd), which stops no container"
+    return [
+        dataclasses.replace(found, remedy=remedy) if (found.name, found.state) == ("plugin", "fail") else found
+        for found in running
+    ]
+
+
 def _blobs(path: str, status_socket: str) -> list[checks.Finding]:
     """Whether blobfs is mounted and answers. Never looks at the mount itself: without a server that waits for one."""
     from weenv.cli.status import blobfs_problems, blobfs_status
@@ -189,7 +200,7 @@ def doctor(config_path: str, containerd_config: str, docker_config: str, registr
     findings.append(asyncio.run(_snapshotter(config.socket)) if found.state == "ok" else found)
     running, version = asyncio.run(_running(run.address, run.snapshotter, config.socket, chosen))
     written, tables = _containerd(containerd_config, config.socket, run.snapshotter, version)
-    findings += [*running, *written, *nodechecks.docker(docker_config, run.address, run.snapshotter)]
+    findings += [*_to_restart(running, written), *written, *nodechecks.docker(docker_config, run.address, run.snapshotter)]
     findings += [checks.disk(config.root), *nodechecks.disk_abilities(config.root)]
     findings += asyncio.run(_registries(registries, config_path))
     findings.append(nodechecks.policy(node.tables))

@@ -120,6 +120,8 @@ def pull(source: str, destination: str, as_json: bool, reach: Reach) -> None:
 def copy_command(source: str, destination: str, mount_from: str, as_json: bool, reach: Reach) -> None:
     """Copy a group between registries and layouts; its digest stays. Within a registry, blobs are mounted.
 
+    Signatures are not copied, and would not count: they are for the old name. Sign the copy (weenv group sign).
+
     \b
     Examples:
       weenv group copy registry.example/dev/tool:1 registry.example/prod/tool:1

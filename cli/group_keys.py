@@ -42,7 +42,9 @@ def _read_password(path: str) -> bytes:
 
 @click.command()
 @click.argument("prefix")
-@click.option("--algorithm", type=click.Choice(["ecdsa-p256", "ed25519"]), default="ecdsa-p256", show_default=True)
+@click.option(
+    "--algorithm", type=click.Choice(["ecdsa-p256", "ed25519"]), default="ecdsa-p256", show_default=True, help="Of the key."
+)
 @_password
 @_json
 def keygen(prefix: str, algorithm: str, password_file: str, as_json: bool) -> None:

@@ -26,7 +26,9 @@ from weenv.cli.nodesystem import (
     show_write,
     tree_of,
 )
+from weenv.cli.render import print_json
 from weenv.core.errors import ConfigError
+from weenv.systemd import supervisor
 from weenv.systemd.install import containerd, docker, files, record, steps
 from weenv.systemd.install.manager import Manager, booted
 from weenv.systemd.install.tree import Tree
@@ -72,7 +74,7 @@ def _containerd_line(tree: Tree, given: str | None, main: str) -> int:
         return _usable_line(named)
     program = next((found for place in _PLACES if os.access(found := tree.host(f"{place}/containerd"), os.X_OK)), "")
     if program:
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
+        with contextlib.suppress(OSError, subprocess.SubprocessError):  # then the default is taken
             said = subprocess.run([program, "--version"], capture_output=True, text=True, timeout=20, check=False).stdout
             if version := re.search(r"\sv?([12])\.(\d+)", said):
                 return _usable_line(version)
@@ -134,10 +136,11 @@ def _amends(
 @click.option("--force", is_flag=True, help="Replace files of these names that were changed, or are of others.")
 @ROOT
 @DRY_RUN
+@click.option("--json", "as_json", is_flag=True, help="With --dry-run, for machines.")
 def install(
     chosen: tuple[str, ...], cri: bool, with_docker: bool, containerd_config: str | None, containerd_version: str | None,
     no_containerd: bool, config_path: str | None, program: str | None, no_start: bool, no_restart: bool, force: bool,
-    directory: str, dry_run: bool,
+    directory: str, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Make the daemons services of this node, and tell containerd of them (docs/install.md).
 
@@ -151,6 +154,8 @@ def install(
       weenv install --with elastic --with gateway
       weenv install --root /mnt/image --program /opt/weenv/bin/weenv --containerd-version 2.1
     """
+    if as_json and not dry_run:
+        raise click.UsageError("--json goes with --dry-run")
     tree = tree_of(directory, look=dry_run)
     with alone(tree):
         known = record.Record()
@@ -185,6 +190,15 @@ def install(
             with Manager() as manager:
                 refuse_strangers(manager, settings.root)
         run = _Install(tree, known, settings, plan, upgrade=bool(known.version) and known.version != __version__)
+        if as_json:
+            print_json(
+                {
+                    "write": [{"path": write.path, "diff": write.diff()} for write in plan.writes],
+                    "link": plan.links,
+                    "remove": list(plan.stale),
+                }
+            )
+            return
         if dry_run:
             run.show()
             return
@@ -250,8 +264,8 @@ class _Install:
             return
         if not booted():
             self._users()
-            todo = "run weenv serve, and restart containerd"
-            click.echo(f"systemd is not the first process here, so nothing was started: {todo}", err=True)
+            if todo := self._todo(main):
+                click.echo(f"systemd is not the first process here, so nothing was started: {todo}", err=True)
             return
         self._users()
         if any(write.path == files.TMPFILES for write in self.plan.writes):
@@ -263,6 +277,18 @@ class _Install:
                 self._containerd(manager, os.path.dirname(main), restart)
         if any(write.path == docker.DAEMON for write in self.plan.writes):
             self.say("restart docker when it suits (without live-restore its containers stop): systemctl restart docker")
+
+    def _todo(self, main: str) -> str:
+        """What somebody has to do where there is no systemd, as far as it is not done."""
+        written = [write.path for write in self.plan.writes]
+        todo = [] if supervisor.running(self.settings.status_socket) else ["run weenv serve"]
+        if not todo and self.upgrade:
+            todo = ["send SIGHUP to weenv serve"]
+        if any(path.startswith(f"{os.path.dirname(main)}/") for path in written):
+            todo.append("restart containerd")
+        if docker.DAEMON in written:
+            todo.append("restart docker (without live-restore its containers stop)")
+        return ", and ".join(todo)
 
     def say_if(self, plan: steps.Plan, text: str) -> None:
         """Only where something was done."""

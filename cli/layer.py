@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,7 +13,7 @@ import click
 
 from weenv.cli import render
 from weenv.cli.reach import Reach, reaching
-from weenv.core.errors import BadReference, FormatError, VerificationError
+from weenv.core.errors import BadReference, FormatError, VerificationError, named
 
 if TYPE_CHECKING:  # a conversion is too short to import what talks to registries
     from weenv.cli.locate import FoundLayer
@@ -51,7 +50,7 @@ def _each(text: str, platform: str, reach: Reach, use: Callable[[FoundLayer], Aw
             try:
                 done = []
                 for item in found:
-                    with _naming(item.name):
+                    with named(item.name):
                         done.append(await use(item))
                 return done
             finally:
@@ -59,17 +58,6 @@ def _each(text: str, platform: str, reach: Reach, use: Callable[[FoundLayer], Aw
                     await item.source.close()
 
     return asyncio.run(run())
-
-
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """What is malformed says in which file or image, where it does not."""
-    try:
-        yield
-    except FormatError as error:
-        if name in error.message:
-            raise
-        raise type(error)(error.message, member=name, hint=error.hint) from error
 
 
 @layer.command("convert")
@@ -89,7 +77,7 @@ def convert(source: str, out: str, as_json: bool) -> None:
 
     keep_freed_memory()
 
-    with _naming("standard input" if source == "-" else source), bar(f"converting {source}", quiet=as_json) as show:
+    with named("standard input" if source == "-" else source), bar(f"converting {source}", quiet=as_json) as show:
         made = convert_layer_file(source, out, progress=show)
     if as_json:
         render.print_json(_encoded(made))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -20,6 +21,7 @@ from weenv.registry.reference import LayoutLocation, Reference, parse_location
 from weenv.registry.source import BlobSource, open_source
 
 _PATHS = ("/", "./", "../", "~/")
+_BARE = re.compile(r"[A-Za-z0-9._-]+\Z")
 _FILES = (".tar", ".zst", ".tzst", ".gz", ".tgz", ".xz", ".bz2", ".layer", ".blob", ".bin")
 """What no image's name ends with, and files' names do."""
 
@@ -64,6 +66,9 @@ def _check_file(text: str) -> None:
         raise BadReference(f"{text} is a directory", hint=hint)
     if not os.path.lexists(text) and (text.startswith(_PATHS) or (text.endswith(_FILES) and not host)):
         raise NotFoundInSource(f"no such file: {text}", hint="name a layer file, oci:DIR[:TAG], or an image in a registry")
+    if not os.path.lexists(text) and _BARE.match(text):  # of Docker Hub's; who means that says so
+        hint = f"name a layer file, oci:DIR[:TAG], or an image in a registry, such as docker.io/library/{text}"
+        raise NotFoundInSource(f"no such file: {text}", hint=hint)
 
 
 def _from_layout(client: RegistryClient, location: LayoutLocation, platform: str, text: str) -> list[FoundLayer]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
 import sys
 from typing import Any
 
@@ -18,6 +19,9 @@ from weenv import __version__
 from weenv.core.errors import WeenvError
 from weenv.core.log import printable
 from weenv.core.rights import remedy
+
+_COMPLETE = "_WEENV_COMPLETE"
+"""Variable that the scripts of ``weenv completion`` set when they ask."""
 
 
 class LazyGroup(click.Group):
@@ -38,6 +42,10 @@ class LazyGroup(click.Group):
         module, attribute = self.lazy[cmd_name][0].split(":")
         command = getattr(importlib.import_module(module), attribute)
         assert isinstance(command, click.Command)
+        if _COMPLETE in os.environ:
+            from weenv.cli.completing import equip
+
+            equip(command)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -122,7 +130,7 @@ def completion(shell: str) -> None:
 
     found = get_completion_class(shell)
     assert found is not None
-    click.echo(found(cli, {}, "weenv", "_WEENV_COMPLETE").source())
+    click.echo(found(cli, {}, "weenv", _COMPLETE).source())
 
 
 def _lines(error: WeenvError) -> list[str]:

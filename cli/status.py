@@ -139,7 +139,7 @@ def status(config_path: str, as_json: bool) -> None:
         for layer in node.layers
     ]
     if rows:
-        head = ["layer", "served", "blob", "tar", "local", "on disk", "images", "users", "from"]
+        head = ["layer", "served", "blob", "tar", "local", "on disk", "snapshots", "users", "from"]
         render.table(head, rows, right=[2, 3, 4, 5, 6, 7], drop=[3, 6, 5, 2])
     else:
         click.echo("No lazy layer on this node: pull a converted image with the weenv snapshotter (see weenv convert --help).")

@@ -31,7 +31,7 @@ _SORTS = {
 @click.command()
 @CONFIG
 @click.option("--interval", type=click.FloatRange(0.1, 3600), default=1.0, show_default=True, help="Seconds between two views.")
-@click.option("--sort", type=click.Choice(list(_SORTS)), default="cpu", show_default=True)
+@click.option("--sort", type=click.Choice(list(_SORTS)), default="cpu", show_default=True, help="The largest first.")
 @click.option("--once", is_flag=True, help="One view, and end; the default where nobody watches.")
 @click.option("--json", "as_json", is_flag=True, help="One view, for machines.")
 def top(config_path: str, interval: float, sort: str, once: bool, as_json: bool) -> None:

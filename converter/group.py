@@ -34,7 +34,7 @@ from weenv.converter.pipeline import Output, create_file
 from weenv.converter.scandir import scan_directory
 from weenv.converter.tree import Directory, Override
 from weenv.core.aio import gather_all
-from weenv.core.errors import BadReference, FormatError, NotFoundInSource, SourceError
+from weenv.core.errors import BadReference, FormatError, NotFoundInSource, SourceError, named
 from weenv.layer.encode import EncodedLayer, encode_layer
 from weenv.layer.limits import Limits
 from weenv.layer.toc import Frames, Toc
@@ -239,7 +239,8 @@ def _source_tree(
     except OSError as error:
         raise SourceError(f"cannot read {source}: {error.strerror}") from error
     try:
-        return _tar_tree(file, os.path.join(scratch, "tar-" + secrets.token_hex(8)), limits, files, cancel), []
+        with named("standard input" if source == "-" else source):
+            return _tar_tree(file, os.path.join(scratch, "tar-" + secrets.token_hex(8)), limits, files, cancel), []
     finally:
         if source != "-":
             file.close()

@@ -56,6 +56,9 @@ What only one part of the code raises is defined there, below one of these::
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+
 
 class WeenvError(Exception):
     """Base of every expected error. ``str(e)`` is one line; ``e.hint`` says what to do, or is empty."""
@@ -156,3 +159,14 @@ class StorageError(WeenvError):
     def __init__(self, message: str, *, errno: int = 0, hint: str = "") -> None:
         super().__init__(message, hint=hint)
         self.errno = errno
+
+
+@contextlib.contextmanager
+def named(name: str) -> Iterator[None]:
+    """What is malformed within the block says in which file or image, where it does not."""
+    try:
+        yield
+    except FormatError as error:
+        if name in error.message:
+            raise
+        raise type(error)(error.message, member=name, hint=error.hint) from error

@@ -56,6 +56,8 @@ def test_a_file_is_mounted_and_unmounted(layer: str, point: str, home: str) -> N
         with open(f"{point}/big", "rb"):
             busy = weenv("layer", "umount", point, code=1)
         assert busy.stderr.startswith(f"weenv: {point} is in use")
+        again = weenv("layer", "mount", layer, point, code=1)
+        assert again.stderr == f"weenv: a layer is mounted at {point} already\n  weenv layer umount {point}\n"
         assert os.path.exists(f"{point}/big"), "refusing has changed nothing"
     finally:
         weenv("layer", "umount", point)

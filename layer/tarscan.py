@@ -218,7 +218,8 @@ class TarScanner:
         if self._state != _AT_HEADER:
             raise FormatError("the tar stream ends within this member's extension header", member=show(self._name))
         if self._held:
-            raise FormatError("the tar stream ends within a header" + self._after())
+            what = "the tar stream ends within a header" if self._name else "is no tar: it ends within a header"
+            raise FormatError(what + self._after())
         self.ended = True
 
     def _after(self) -> str:

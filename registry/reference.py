@@ -24,6 +24,8 @@ _HOST_PART = r"[A-Za-z0-9](?:[A-Za-z0-9-]*[A-Za-z0-9])?"
 _HOST = re.compile(rf"(?P<name>{_HOST_PART}(?:\.{_HOST_PART})*|\[[0-9A-Fa-f:.]+\])(?::(?P<port>[0-9]{{1,5}}))?\Z")
 _COMPONENT = r"[a-z0-9]+(?:(?:\.|_|__|-+)[a-z0-9]+)*"
 _REPOSITORY = re.compile(rf"{_COMPONENT}(?:/{_COMPONENT})*\Z")
+_ELSEWHERE = re.compile(r"(?:~|\.{0,2})/|[a-z][a-z-]*:/")
+"""How a file's or directory's path begins, or a place as other tools write it (``docker-archive:/...``)."""
 _TAG = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}\Z")
 # A layout's tag is the annotation org.opencontainers.image.ref.name (image-spec annotations.md, its "refname" grammar).
 _REF_NAME = re.compile(r"[A-Za-z0-9]+(?:[-._:@/+][A-Za-z0-9]+|--[A-Za-z0-9]+)*\Z")
@@ -187,4 +189,10 @@ def parse_location(text: str) -> Location:
     """``oci:...`` is a layout directory, everything else a registry reference. Raises :class:`BadReference`."""
     if text.startswith("oci:"):
         return parse_layout(text)
-    return parse_reference(text)
+    try:
+        return parse_reference(text)
+    except BadReference as error:
+        if _ELSEWHERE.match(text) is None:
+            raise
+        hint = "an image in a registry is HOST/NAME[:TAG], one in an OCI layout directory oci:DIR[:TAG]"
+        raise BadReference(f"neither of a registry nor of a layout: {text[:200]!r}", hint=hint) from error

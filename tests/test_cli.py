@@ -19,6 +19,7 @@ from weenv.cli.doctor import START
 from weenv.cli.main import COMMANDS, cli, main
 from weenv.core.errors import FormatError, WeenvError
 from weenv.environment.record import check_id
+from weenv.environment.runconfig import load
 
 Captured = pytest.CaptureFixture[str]
 
@@ -123,6 +124,39 @@ def test_a_users_fault_is_one_line_and_exit_code_1(tmp_path: object, capsys: Cap
         assert said[0] == f"weenv: {tmp_path}/not-a-layer: not in the lazy format (no seek table at its end)", verb
     assert run("layer", "convert", f"{tmp_path}/not-a-layer", f"{tmp_path}/out") == 1
     assert capsys.readouterr().err.startswith(f"weenv: {tmp_path}/not-a-layer: malformed tar header: ")
+
+
+def test_what_is_no_tar_is_said_with_its_name(tmp_path: Path, capsys: Captured) -> None:
+    (tmp_path / "bug.patch").write_text("--- a/x\n+++ b/x\n")
+    said = f"weenv: {tmp_path}/bug.patch: is no tar: it ends within a header"
+    assert run("layer", "convert", f"{tmp_path}/bug.patch", f"{tmp_path}/out") == 1
+    assert capsys.readouterr().err.splitlines()[0] == said
+    assert run("group", "build", f"oci:{tmp_path}/g:1", "--from", f"{tmp_path}/bug.patch") == 1
+    assert capsys.readouterr().err.splitlines()[0] == said
+
+
+@pytest.mark.parametrize("place", ["{0}", "./d", "docker-archive:/x.tar"])
+def test_a_directory_is_named_as_a_layout(place: str, tmp_path: Path, capsys: Captured) -> None:
+    assert run("convert", place.format(tmp_path), f"oci:{tmp_path}/x:1") == 1
+    assert "oci:DIR[:TAG]" in capsys.readouterr().err
+
+
+def test_a_file_that_is_not_there_is_not_looked_for_at_docker_hub(tmp_path: Path, capsys: Captured) -> None:
+    for argv in (["layer", "inspect", "rootfs"], ["layer", "mount", "rootfs", str(tmp_path)]):
+        assert run(*argv) == 1
+        first, hint = capsys.readouterr().err.splitlines()
+        assert first == "weenv: no such file: rootfs" and "docker.io/library/rootfs" in hint
+
+
+@pytest.mark.parametrize("path", leaves(cli), ids=" ".join)
+def test_every_option_has_help(path: tuple[str, ...]) -> None:
+    command: click.Command = cli
+    for name in path:
+        assert isinstance(command, click.Group)
+        found = command.get_command(click.Context(command), name)
+        assert found is not None
+        command = found
+    assert not [param.opts for param in command.params if isinstance(param, click.Option) and not param.help]
 
 
 @pytest.mark.parametrize("text", ["UPPER/case", "host/x:bad tag", "oci:/nonexistent/layout", "127.0.0.1:1/nothing/here:1"])
@@ -246,17 +280,21 @@ def test_completion(shell: str, capsys: Captured) -> None:
     assert "_WEENV_COMPLETE" in capsys.readouterr().out
 
 
-def test_bash_completes_commands() -> None:
-    environment = {**os.environ, "_WEENV_COMPLETE": "bash_complete", "COMP_WORDS": "weenv sna", "COMP_CWORD": "1"}
-    script = "from weenv.cli.main import main; main()"
-    out = subprocess.run(
-        [sys.executable, "-c", "import sys; sys.argv = ['weenv']; " + script],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert "snapshotter" in out.stdout, out.stderr
+def test_bash_completes_commands_files_and_environments(tmp_path: Path) -> None:
+    def complete(words: str) -> list[str]:
+        known = {"_WEENV_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(len(words.split()) - 1)}
+        script = "import sys; sys.argv = ['weenv']; from weenv.cli.main import main; main()"
+        out = subprocess.run(
+            [sys.executable, "-c", script], env={**os.environ, **known}, capture_output=True, text=True, check=False
+        )
+        return out.stdout.split()
+
+    assert complete("weenv sna") == ["plain,snapshotter"]
+    for words in ("weenv run ta", "weenv group sign --key ta", "weenv plan check --config ta"):
+        assert complete(words) == ["file,ta"], words
+    (tmp_path / "c.toml").write_text(f'[snapshotter]\nroot = "{tmp_path}"\n')
+    os.makedirs(load(f"{tmp_path}/c.toml").home("task-17"))
+    assert complete(f"weenv exec --config {tmp_path}/c.toml t") == ["plain,task-17"]
 
 
 def test_doctor_names_what_is_missing(tmp_path: object, capsys: Captured) -> None:

@@ -220,6 +220,13 @@ def test_sockets_that_are_not_connected_to(tmp_path: Path) -> None:
     assert checks.quiet_socket("x", "a\0b", "start it").state == "fail"
 
 
+def test_a_plugin_that_containerd_only_has_to_read_wants_a_restart() -> None:
+    absent = checks.Finding("plugin", "fail", "the running containerd has no snapshotter 'weenv'", "declare it")
+    (found,) = doctor._to_restart([absent], list(checks.containerd_config(GOOD_3, "/run/weenv/snapshotter.sock")))
+    assert found.remedy.startswith("its configuration has it: restart containerd")
+    assert doctor._to_restart([absent], list(checks.containerd_config("version = 3", "/s"))) == [absent]
+
+
 def test_sockets(tmp_path: object) -> None:
     path = f"{tmp_path}/s"
     assert checks.unix_socket("x", path, "start it").state == "fail"

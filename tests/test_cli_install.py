@@ -1,7 +1,8 @@
-"""``weenv uninstall`` and ``weenv blobfs stop`` where no systemd is: what still runs is said."""
+"""``weenv install``, ``weenv uninstall`` and ``weenv blobfs stop`` where no systemd is: what still runs is said."""
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -163,6 +164,30 @@ def test_no_mapped_ids_are_promised_on_the_fuse_plane(plane: str, remap: bool, t
     options = {"containerd": "/etc/containerd/config.toml", "cri": False, "docker": False}
     (drop_in,), _ = install._amends(Tree(str(tmp_path)), files.Settings("/usr/bin/weenv", plane=plane), options, 2)
     assert (b"remap-ids" in drop_in.data) is remap
+
+
+def test_without_systemd_what_is_left_to_do_is_said(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tree = Live(str(tmp_path))
+    program = tmp_path / "usr/bin/weenv"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(install, "tree_of", lambda *_a, **_k: tree)
+    monkeypatch.setattr(install, "booted", lambda: False)
+    monkeypatch.setattr(install, "_tool", lambda *_a: None)
+    base = ["install", "--containerd-version", "2.1", "--program", "/usr/bin/weenv", "--config", "/etc/weenv/config.toml"]
+
+    def say(*more: str) -> str:
+        done = CliRunner().invoke(cli, [*base, *more])
+        assert done.exit_code == 0 and done.exception is None, done.output
+        return done.output
+
+    planned = json.loads(say("--docker", "--dry-run", "--json"))
+    assert {DROP_IN, docker.DAEMON} <= {row["path"] for row in planned["write"]} and not (tmp_path / DROP_IN[1:]).exists()
+    with only_instance(f"{tmp_path}/run", "weenv serve", "serve.lock"):
+        assert "nothing was started: restart containerd, and restart docker" in say("--docker")
+        assert "nothing was started" not in say("--docker")
+    assert "nothing was started: run weenv serve\n" in say("--docker")
 
 
 @pytest.mark.parametrize("version", ["1.6", "1.6.20~ds1", "v1.4.3"])

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from simulator.elasticnode import Node, until
 
+from weenv.cli.main import cli
 from weenv.core.errors import ConfigError
 from weenv.plugin.nri import control as control_module
 from weenv.plugin.nri.ask import Asker, Denied, NoDaemon
@@ -96,6 +98,15 @@ async def test_room_is_asked_for_waited_for_and_given_back(node: Node, served: s
     assert (await holder)["waited"] == pytest.approx(0, abs=0.1)
     await asked(served, lambda asker: asker.ask("release", namespace="default", id="b"))
     assert node.ledger.promised == Quota(0.0, 0)
+
+
+async def test_what_admit_was_granted_is_said_to_machines(node: Node, served: str) -> None:
+    (node.root / "c.toml").write_text(f'[elastic.serve]\nsocket = "{served}"\n')
+    argv = ["admit", "--config", f"{node.root}/c.toml", "--cpu", "2", "--memory", "16Mi", "--for", "default/x", "--json"]
+    done = await asyncio.to_thread(CliRunner().invoke, cli, argv)
+    assert done.exit_code == 0, done.output
+    answer = json.loads(done.stdout)
+    assert (answer["environment"], answer["start"]) == ("default/x", [2.0, 16 * MIB]) and answer["waited"] >= 0
 
 
 async def test_a_start_above_the_ceiling_is_named(node: Node, served: str) -> None:

@@ -142,7 +142,7 @@ async def test_damaged_blobs_are_not_spread(tmp_path: Path) -> None:
         held[digest] = held[digest][:-1] + b"?"
         with pytest.raises(VerificationError):
             await move(client, f"{sim.host}/a:1", f"oci:{tmp_path}/back:1")
-        assert not Layout(str(tmp_path / "back")).index().manifests
+        assert not (tmp_path / "back").exists()
         path = Path(Layout(str(tmp_path / "l")).blob_path(digest))
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         with pytest.raises(VerificationError):
@@ -191,7 +191,7 @@ async def test_deleting(tmp_path: Path) -> None:
         for name in ("1", "2"):
             await move(client, f"oci:{tmp_path}/l:1", f"{sim.host}/a:{name}")
         held, location = sim.repositories["a"], parse_location(f"{sim.host}/a:1")
-        with pytest.raises(UnsupportedError, match="2 mean the same"):
+        with pytest.raises(UnsupportedError, match="2 means the same"):
             await delete(client, location)
         with pytest.raises(BadReference, match="still tagged"):
             await delete(client, parse_reference(f"{sim.host}/a@{one.descriptor.digest}"))

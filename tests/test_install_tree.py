@@ -57,6 +57,17 @@ def test_files_are_written_where_they_belong(root: Path) -> None:
         tree.read("/etc/pipe")
 
 
+def test_what_is_no_file_is_named_by_its_path(root: Path) -> None:
+    tree = Tree(str(root))
+    (root / "usr/etc/config.toml").mkdir()
+    with pytest.raises(ConfigError, match=r"^/etc/config\.toml is no regular file$"):
+        tree.read("/etc/config.toml")
+    with pytest.raises(OSError) as caught:
+        tree.write("/etc/config.toml", b"1")
+    assert caught.value.filename == "/etc/config.toml"
+    assert os.listdir(root / "usr/etc") == ["config.toml"]
+
+
 def test_what_is_removed_is_what_is_there(root: Path) -> None:
     tree = Tree(str(root))
     tree.write("/etc/a/f", b"")

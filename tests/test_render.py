@@ -12,7 +12,7 @@ ROWS = [
     ("0123456789ab", "complete", "872 MiB", "2.31 GiB", "100.0%", "2.32 GiB", "12", "3", "registry.example:5000/team/image"),
     ("fedcba987654", "unmounted", "1.2 KiB", "3.4 KiB", "0%", "1.1 KiB", "1", "0", "-"),
 ]
-HEAD = ["layer", "served", "blob", "tar", "local", "on disk", "images", "users", "from"]
+HEAD = ["layer", "served", "blob", "tar", "local", "on disk", "snapshots", "users", "from"]
 
 
 def drawn(capsys: Captured, monkeypatch: pytest.MonkeyPatch, columns: int) -> list[str]:
@@ -35,7 +35,7 @@ def test_frame_and_columns_go_before_cells_are_torn(
     lines = [line for line in drawn(capsys, monkeypatch, columns) if line]
     assert max(map(len, lines)) <= columns
     left = [name for name in HEAD if f" {name} " in f" {lines[0]} "]
-    assert left == [name for name in HEAD if name not in ["tar", "images", "on disk", "blob"][:gone]]
+    assert left == [name for name in HEAD if name not in ["tar", "snapshots", "on disk", "blob"][:gone]]
     assert len(lines) == 3 and ROWS[0][-1] in lines[1], "one line a row, no cell torn"
 
 

@@ -46,6 +46,8 @@ def mount_layer(
     """
     if os.geteuid() != 0:
         raise MountError("mounting needs root", hint="run it with sudo")
+    if _ours(directory):
+        raise MountError(f"a layer is mounted at {directory} already", hint=f"weenv layer umount {directory}")
     verify_tail_bytes(tail, descriptor)
     try:
         private = tempfile.mkdtemp(prefix=PREFIX, dir=PLACE)
@@ -71,15 +73,20 @@ def mount_layer(
 
 def umount_layer(directory: str) -> None:
     """Unmount what :func:`mount_layer` mounted at ``directory``, and end its server. Raises MountError."""
-    entry = mounts.mounts_below(os.path.dirname(directory)).get(directory)
-    private = os.path.dirname(entry.source).partition("/layers/")[0] if entry is not None else ""
-    if entry is None or entry.fstype != "erofs" or not private.startswith(f"{PLACE}/{PREFIX}"):
+    if not (private := _ours(directory)):
         raise MountError(f"nothing that weenv layer mount made is mounted at {directory}", hint="see: findmnt -t erofs")
     try:
         mounts.unmount(directory)
     except MountError as error:
         raise MountError(f"{directory} is in use", errno=error.errno, hint="leave it first; see: fuser -vm") from error
     _clear(private)
+
+
+def _ours(directory: str) -> str:
+    """The private directory of what :func:`mount_layer` mounted at ``directory``; empty where that is something else."""
+    entry = mounts.mounts_below(os.path.dirname(directory)).get(directory)
+    private = os.path.dirname(entry.source).partition("/layers/")[0] if entry is not None else ""
+    return private if entry is not None and entry.fstype == "erofs" and private.startswith(f"{PLACE}/{PREFIX}") else ""
 
 
 def _start_server(private: str) -> None:
@@ -105,7 +112,7 @@ def _clear(private: str) -> None:
     """End server and holder, unmount, remove."""
     from weenv.plugin.snapshotter.blobfs import daemon
 
-    with contextlib.suppress(MountError, OSError):
+    with contextlib.suppress(MountError, OSError):  # it may have ended; what is left is detached below
         daemon.stop(_config(private), force=True)
     mounts.detach(f"{private}/blobs")
     _await_end(private)

@@ -268,8 +268,9 @@ async def delete(client: RegistryClient, location: Location, *, force: bool = Fa
     if location.tag and not location.digest and others and not force:
         if await _delete(client, location, location.tag):
             return Deleted(digest, (location.tag,), False)
+        means = "means" if len(others) == 1 else "mean"
         raise UnsupportedError(
-            f"{location.host} cannot delete a tag alone, and {', '.join(others[:5])} mean the same", member=str(location),
+            f"{location.host} cannot delete a tag alone, and {', '.join(others[:5])} {means} the same", member=str(location),
             hint="--force deletes all of them",
         )  # fmt: skip
     if location.digest and same and not force:

@@ -42,7 +42,7 @@ class Tree:
                 continue
             target = None
             if todo or last:
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # no symlink, or nothing
                     target = os.readlink(os.path.join(self.root, *done, part))
             if target is None:
                 done.append(part)
@@ -65,9 +65,10 @@ class Tree:
             fd = os.open(self.host(path), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (FileNotFoundError, NotADirectoryError):
             return None
+        if not stat.S_ISREG(os.fstat(fd).st_mode):  # open() would name a directory by its descriptor
+            os.close(fd)
+            raise ConfigError(f"{path} is no regular file", hint="move it away, or name another")
         with open(fd, "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise ConfigError(f"{path} is no regular file")
             data = file.read(limit + 1)
         if len(data) > limit:
             raise ConfigError(f"{path} is larger than {limit} bytes")
@@ -81,14 +82,17 @@ class Tree:
         os.makedirs(self.host(os.path.dirname(path)), 0o755, exist_ok=True)
         place = self.host(path)
         try:
-            old = os.stat(self.host(like) if like else place)
-        except FileNotFoundError:
-            write_atomic(place, data, mode=0o644)
-            os.chmod(place, 0o644)
-            return
-        write_atomic(place, data)
-        os.chown(place, old.st_uid, old.st_gid)
-        os.chmod(place, stat.S_IMODE(old.st_mode))
+            try:
+                old = os.stat(self.host(like) if like else place)
+            except FileNotFoundError:
+                write_atomic(place, data, mode=0o644)
+                os.chmod(place, 0o644)
+                return
+            write_atomic(place, data)
+            os.chown(place, old.st_uid, old.st_gid)
+            os.chmod(place, stat.S_IMODE(old.st_mode))
+        except OSError as error:  # which names a temporary file of ours
+            raise OSError(error.errno, error.strerror, path) from error
 
     def missing(self, path: str) -> list[str]:
         """The directories above ``path`` that are not there yet, the topmost first."""

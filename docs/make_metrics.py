@@ -31,8 +31,8 @@ seconds, sizes in bytes. All counters begin at 0 with the process. This page is 
 | `weenv gateway serve` | `[gateway] metrics_address` | `127.0.0.1:9443` |
 
 They are for something on the node itself: a Prometheus agent, or any collector, that scrapes these addresses and sends on what
-it finds. In Kubernetes that is a DaemonSet with `hostNetwork: true`, which the daemons' pods have as well; with `unix:/path` also
-a pod that mounts the directory. There is no login, so no other address is taken.
+it finds. In Kubernetes that is a DaemonSet with `hostNetwork: true`, which the daemons' pods have as well; with `unix:/path`
+also a pod that mounts the directory. There is no login, so no other address is taken.
 
 **How many series there are is bounded.** The label `layer` is the first 12 digits of a layer's digest, for at most 100 layers,
 and `other` for the rest: a layer that is opened takes the place of the one that was opened longest ago and is closed, whose

@@ -136,32 +136,40 @@ async def _snapshotter(address: str) -> checks.Finding:
 
 
 async def _registries(named: Sequence[str], config_path: str) -> list[checks.Finding]:
-    """Those that were named and those of the configuration, side by side."""
+    """Those that were named and those of the configuration, side by side; and the files about mirrors that are no use."""
     from weenv.plugin.snapshotter.config import load
+    from weenv.registry.hosts import unusable
 
     config = load(config_path).registry
+    remedy = "mend it: until then its mirrors are not used, nor by containerd (docs/registries.md)"
+    wrong = [checks.Finding("hosts.toml", "warn", f"{path}: {why}", remedy) for path, why in unusable(config)]
     others = sorted((config.plain_http | config.tls) - set(named))
     found = await asyncio.gather(*(_registry(host, config_path) for host in (*named, *others)))
     for number, each in enumerate(found):
         if number >= len(named) and each.state == "fail":  # perhaps nobody needs it now
             found[number] = dataclasses.replace(each, state="warn")
-    return found
+    return [*wrong, *found]
 
 
 async def _registry(host: str, config_path: str) -> checks.Finding:
     from weenv.plugin.snapshotter.config import load
     from weenv.registry.client import RegistryClient
+    from weenv.registry.credentials import CredentialStore
 
     config = load(config_path).registry
     name = f"registry {host}"
     try:
         async with asyncio.timeout(15), RegistryClient(config) as client:
             # 401 is an answer too: it asks for a token that belongs to a repository
-            await client.request("GET", host, "/v2/", what="the registry API", scope="", accept=frozenset({200, 401}))
+            status, _, _ = await client.request(
+                "GET", host, "/v2/", what="the registry API", scope="", accept=frozenset({200, 401})
+            )
+            login = status != 401 or bool(await asyncio.to_thread(CredentialStore(config.docker_config).lookup, host))
     except (WeenvError, OSError, TimeoutError) as error:
         hint = getattr(error, "hint", "") or "check the name, the network, and [registry] plain_http in the configuration"
         return checks.Finding(name, "fail", str(error) or "no answer in 15 s", hint)
-    return checks.Finding(name, "ok", f"answers at {config.base_url(host)}")
+    private = "" if login else "; no login for it here: what is private is refused"
+    return checks.Finding(name, "ok", f"answers at {config.base_url(host)}{private}")
 
 
 @click.command()

@@ -151,8 +151,19 @@ def explain(error: BaseException) -> str:
     return printable(f"weenv: internal error: {type(error).__name__}: {error} (run again with --debug and report it)")
 
 
+class _Prefixed(logging.Formatter):
+    """What the parts of a command log, such as a file that cannot be used, as lines of this program."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """One line, and the hint in another."""
+        hint = getattr(record, "hint", "")
+        return printable(f"weenv: {record.getMessage()}") + (f"\n  {printable(str(hint))}" if hint else "")
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the command line and exit the process."""
+    if logging.lastResort is not None:  # what is used where nobody has set up anything else
+        logging.lastResort.setFormatter(_Prefixed())
     arguments = sys.argv[1:] if argv is None else argv
     debug = "--debug" in arguments
     try:

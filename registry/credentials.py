@@ -107,9 +107,9 @@ class DockerConfig:
         try:
             raw = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ConfigError("docker's config.json is not JSON") from error
+            raise ConfigError("docker's configuration is not JSON") from error
         if not isinstance(raw, dict):
-            raise ConfigError("docker's config.json is not an object")
+            raise ConfigError("docker's configuration is not an object")
         auths, helpers, store = raw.get("auths"), raw.get("credHelpers"), raw.get("credsStore")
         helpers = helpers if isinstance(helpers, dict) else {}
         return cls(
@@ -193,7 +193,11 @@ class CredentialStore:
                     stat = os.fstat(file.fileno())
                     stamp = (path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
                     if stamp != self._stamp:
-                        self._config = DockerConfig.parse(read_whole(file, MAX_CONFIG))
+                        data = read_whole(file, MAX_CONFIG)
+                        try:
+                            self._config = DockerConfig.parse(data)
+                        except ConfigError as error:
+                            raise ConfigError(f"{path}: {error.message}", hint="mend it, or docker login anew") from error
                         self._stamp = stamp
                     return self._config
             except FileNotFoundError:

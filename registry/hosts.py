@@ -13,6 +13,7 @@ Files are looked at again when they may have changed; nothing has to be restarte
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import posixpath
@@ -148,6 +149,25 @@ def default_endpoint(host: str, config: RegistryConfig) -> Endpoint:
     """The registry itself, where no file says anything."""
     namespace = DEFAULT_HOST if is_hub(host) else host
     return Endpoint(namespace, api_host(host), config.scheme(host))
+
+
+def unusable(config: RegistryConfig) -> list[tuple[str, str]]:
+    """The ``hosts.toml`` files below ``config_path`` that cannot be used, each with the reason."""
+    found = []
+    for root in filter(None, config.config_path.split(":")):
+        with contextlib.suppress(OSError), os.scandir(root) as entries:  # neither directory need be there
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                path = os.path.join(entry.path, "hosts.toml")
+                try:
+                    with open(path, "rb", opener=regular) as file:
+                        parse(read_whole(file, _MAX_FILE), entry.path, "registry.invalid", config)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue
+                except ConfigError as error:
+                    found.append((path, error.message))
+                except OSError as error:
+                    found.append((path, error.strerror or str(error)))
+    return found
 
 
 def parse(text: bytes, base: str, host: str, config: RegistryConfig) -> tuple[Endpoint, ...]:

@@ -224,7 +224,7 @@ class OrasRegistry(oras.provider.Registry):  # type: ignore[misc]
                         continue
                     raise UnauthorizedError(
                         f"{self.host} refused access ({answer.status_code})",
-                        hint=f"check the name, and log in: docker login {self.host}",
+                        hint=f"check the name, and log in (again, where a login is there already): docker login {self.host}",
                     )
                 if answer.status_code not in TRANSIENT:
                     return answer

@@ -85,11 +85,10 @@ def retry_delay(config: RegistryConfig, failures: int, retry_after: float | None
 
 def unavailable(host: str, what: str, reason: str, retry_after: float | None = None) -> UnavailableError:
     """The error for a registry that gives no usable answer, however it was asked."""
-    return UnavailableError(
-        f"{host} cannot serve {what}: {reason}",
-        retry_after=retry_after,
-        hint="is it running, and is its name right? where it speaks plain HTTP: --plain-http, or [registry] plain_http",
-    )
+    hint = "is it running, and is its name right? where it speaks plain HTTP: --plain-http, or [registry] plain_http"
+    if "TLS" in reason:
+        hint = "name its CA: hosts.toml, or [registry] ca_file (docs/registries.md); if it speaks plain HTTP: --plain-http"
+    return UnavailableError(f"{host} cannot serve {what}: {reason}", retry_after=retry_after, hint=hint)
 
 
 def status_error(status: int, what: str, host: str, retry_after: float | None = None) -> SourceError:
@@ -99,7 +98,7 @@ def status_error(status: int, what: str, host: str, retry_after: float | None = 
     if status in REFUSED:
         return UnauthorizedError(
             f"{host} refused access to {what} ({status})",
-            hint=f"check the name, and log in: docker login {host}",
+            hint=f"check the name, and log in (again, where a login is there already): docker login {host}",
         )
     if status in TRANSIENT:
         return unavailable(host, what, f"status {status}", retry_after)

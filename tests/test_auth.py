@@ -224,6 +224,15 @@ def test_configuration_is_read_anew_when_it_changes(tmp_path: Path, monkeypatch:
         CredentialStore(str(tmp_path / "config.json")).lookup("r.example")
 
 
+@pytest.mark.parametrize("text", ["{", "[]"])
+def test_a_configuration_that_is_none_is_named(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=rf"^{path}: docker's configuration is not") as caught:
+        CredentialStore(str(path)).lookup("r.example")
+    assert "docker login" in caught.value.hint
+
+
 def test_a_configuration_that_is_too_large_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"auths": {"r.example": auth_entry("a", "1")}}) + " " * (4 << 20))

@@ -240,6 +240,17 @@ def test_verify_finds_one_changed_byte(layer: str, capsys: Captured) -> None:
     assert "frame" in capsys.readouterr().err
 
 
+def test_what_a_command_logs_is_a_line_of_this_program(tmp_path: Path) -> None:
+    (tmp_path / "127.0.0.1:1").mkdir()
+    (tmp_path / "127.0.0.1:1" / "hosts.toml").write_text("a = [")
+    (tmp_path / "c.toml").write_text(f'[registry]\nconfig_path = "{tmp_path}"\nattempts = 1\n')
+    script = "import sys; from weenv.cli.main import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", script, "layer", "inspect", "127.0.0.1:1/x/y:1", "--config", f"{tmp_path}/c.toml"]
+    told = subprocess.run(command, capture_output=True, text=True, check=False).stderr.splitlines()
+    assert told[0].startswith(f"weenv: {tmp_path}/127.0.0.1:1/hosts.toml cannot be used: not TOML")
+    assert all(line.startswith(("weenv: ", "  ")) for line in told), told
+
+
 def test_names_from_a_registry_cannot_drive_the_terminal() -> None:
     assert "\x1b" not in render.escape("a\x1b[2Jb")
     assert render.escape("[red]x") == "\\[red]x"

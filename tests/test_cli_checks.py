@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import time
 from pathlib import Path
 
 import pytest
+from simulator.pushable import PushableRegistry
 
 from weenv.cli import checks, doctor
 
@@ -218,6 +220,24 @@ def test_sockets_that_are_not_connected_to(tmp_path: Path) -> None:
     assert "nothing listens" in checks.quiet_socket("x", path, "start it").seen, "the file stays, the server is gone"
     assert "no socket" in checks.quiet_socket("x", str(tmp_path), "start it").seen
     assert checks.quiet_socket("x", "a\0b", "start it").state == "fail"
+
+
+async def test_what_keeps_a_registry_from_being_read_is_told(tmp_path: Path) -> None:
+    for name, text in (("good.example", 'server = "https://a"\n'), ("bad.example", "server = [\n"), ("none", "")):
+        (tmp_path / f"certs.d/{name}").mkdir(parents=True)
+        (tmp_path / f"certs.d/{name}/hosts.toml").write_text(text)
+    logins = tmp_path / "config.json"
+    config = tmp_path / "c.toml"
+    config.write_text(f'[registry]\nconfig_path = "{tmp_path}/certs.d:/none"\ndocker_config = "{logins}"\nattempts = 1\n')
+    async with PushableRegistry(auth="basic", user=("user", "x")) as sim:
+        logins.write_text("{}")
+        mirrors, registry = await doctor._registries([sim.host], str(config))
+        assert (mirrors.name, mirrors.state) == ("hosts.toml", "warn") and mirrors.remedy
+        assert mirrors.seen.startswith(f"{tmp_path}/certs.d/bad.example/hosts.toml: not TOML")
+        assert registry.state == "ok" and "no login" in registry.seen
+        logins.write_text(json.dumps({"auths": {sim.host: {"username": "user", "password": "x"}}}))
+        _, registry = await doctor._registries([sim.host], str(config))
+        assert registry.state == "ok" and "no login" not in registry.seen
 
 
 def test_a_plugin_that_containerd_only_has_to_read_wants_a_restart() -> None:

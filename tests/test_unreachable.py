@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 from collections.abc import Iterator
 
 import aiohttp
 import pytest
+import requests
 
 from weenv.core.errors import UnavailableError
 from weenv.registry.client import RegistryClient, describe
 from weenv.registry.config import RegistryConfig
+from weenv.registry.orasreg import explain
+from weenv.registry.policy import unavailable
 from weenv.registry.ranged import RegistrySource
 from weenv.registry.reference import parse_reference
+
+
+def ssl_error() -> aiohttp.ClientConnectorCertificateError:
+    key = aiohttp.client_reqrep.ConnectionKey("r.example", 443, True, None, None, None, None)
+    return aiohttp.ClientConnectorCertificateError(key, ssl.CertificateError("self-signed"))
 
 
 @pytest.fixture
@@ -38,6 +47,12 @@ async def test_nobody_there_is_said_in_the_same_words(way: str, port: int) -> No
     said = caught.value
     assert said.message.startswith(f"{host} cannot serve ") and said.message.endswith(": Connection refused")
     assert "is it running" in said.hint and "[registry] plain_http" in said.hint
+
+
+@pytest.mark.parametrize("reason", [describe(ssl_error()), explain(requests.exceptions.SSLError())])
+def test_a_certificate_that_is_not_trusted_has_its_remedy(reason: str) -> None:
+    said = unavailable("r.example", "a:1", reason)
+    assert "[registry] ca_file" in said.hint and "hosts.toml" in said.hint and "--plain-http" in said.hint
 
 
 async def test_of_several_addresses_the_first_reason_is_told(port: int) -> None:

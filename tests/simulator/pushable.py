@@ -72,7 +72,8 @@ class PushableRegistry(SimulatedRegistry):
 
     async def _hello(self, request: web.Request) -> web.Response:
         self._record("registry", request)
-        return web.json_response({})
+        refused = self._refusal(request) if self.auth == "basic" else None  # tokens are for repositories
+        return refused if refused is not None else web.json_response({})
 
     async def _catalog(self, request: web.Request) -> web.Response:
         self._record("registry", request)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import calendar
 import dataclasses
 import math
+import time
 from collections import Counter
 from typing import Any
 
@@ -17,6 +19,10 @@ from weenv.core.unixsocket import listens
 _MODES = {"lazy": "[cyan]lazy[/]", "complete": "[green]complete[/]", "unmounted": "[yellow]unmounted[/]"}
 
 
+_AWAY = frozenset({"eio", "frame_lost", "notfound", "short", "source", "stall", "unauthorized"})
+"""Kinds of errors (docs/metrics.md) that a source makes which is away, and no other."""
+_OLD = 600.0
+"""Seconds after which such an error is no news: who reads what is missing still has a new one."""
 _NAMESPACES = 3
 """Namespaces shown in a table's cell; --json has them all."""
 
@@ -49,12 +55,25 @@ def _lost(root: str, path: str) -> str:
     )
 
 
+def _is_over(layer: dict[str, Any]) -> bool:
+    """Whether a layer's errors are of a source that was away and meet nobody now: it is complete, or they are old."""
+    if not set(layer["errors"]) <= _AWAY:
+        return False
+    if layer["local_percent"] >= 100:
+        return True
+    try:
+        last = calendar.timegm(time.strptime(layer["last_error"].partition(" ")[0], "%Y-%m-%dT%H:%M:%SZ"))
+    except ValueError:
+        return False
+    return time.time() - last > _OLD
+
+
 def blobfs_problems(answer: dict[str, Any] | None) -> list[str]:
-    """What went wrong in the running blobfs since it began: a line for each layer that had errors, and registries' servers
-    that are ill now."""
+    """What is wrong in the running blobfs: a line for each layer that had errors which are not over, and registries' servers
+    that are ill now. Metrics and the log keep the rest."""
     lines: list[str] = []
     for layer in (answer or {}).get("layers", []):
-        if layer.get("errors"):
+        if layer.get("errors") and not _is_over(layer):
             kinds = ", ".join(f"{kind} {count}" for kind, count in sorted(layer["errors"].items()))
             where = f"layer {render.short(layer['digest'])} ({layer['local_percent']:g}% local)"
             lines.append(f"{where}: {kinds}; last: {layer['last_error']}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -54,6 +55,22 @@ def test_layers_with_errors_have_a_line() -> None:
     busy, rests = blobfs_problems({"layers": [GOOD], "registries": ill})
     assert busy.startswith("https://busy.example ") and "wants 12 s of peace" in busy
     assert rests.startswith("https://rests.example ") and "rests for 12 s" in rests
+
+
+@pytest.mark.parametrize(
+    ("percent", "age", "kinds", "shown"),
+    [
+        (50.0, 5, ["source", "eio"], True),
+        (50.0, 3600, ["source", "eio"], False),  # such as a gateway that is gone: others have served since
+        (100.0, 5, ["source", "eio"], False),
+        (100.0, 3600, ["source", "digest"], True),
+        (50.0, 3600, ["storage"], True),
+    ],
+)
+def test_what_is_over_is_no_problem(percent: float, age: int, kinds: list[str], shown: bool) -> None:
+    when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() - age))
+    layer = GOOD | {"local_percent": percent, "errors": dict.fromkeys(kinds, 1), "last_error": f"{when} a: Connection refused"}
+    assert bool(blobfs_problems({"layers": [layer]})) is shown
 
 
 @pytest.mark.parametrize(

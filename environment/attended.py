@@ -358,11 +358,11 @@ class _Signals:
             if self._target is not None and self.node.say is not None:
                 self.node.say(told(number))
             await asyncio.sleep(GRACE - PATIENCE)
-        with contextlib.suppress(ContainerdError):
+        with contextlib.suppress(ContainerdError):  # it has ended; what has not is waited for
             await lifecycle.patiently(lambda: self.node.tasks.kill(container, signal.SIGKILL, everyone=True))
 
     async def _send(self, container: str, process: str, number: int) -> None:
-        with contextlib.suppress(ContainerdError, OSError):
+        with contextlib.suppress(ContainerdError, OSError):  # it has ended, or cannot be told: it is killed in the end
             if not process:
                 await lifecycle.patiently(lambda: self.node.tasks.kill(container, number))
                 return
@@ -402,7 +402,7 @@ async def _feed(node: Node, container: str, process: str, streams: Streams) -> N
     assert streams.writer is not None
     await _copy_input(streams.writer.write)
     await streams.writer.end()
-    with contextlib.suppress(ContainerdError):
+    with contextlib.suppress(ContainerdError):  # it has ended
         await node.tasks.close_stdin(container, process)
 
 
@@ -435,5 +435,5 @@ async def _follow_size(node: Node, container: str, process: str, changed: asynci
         await changed.wait()
         changed.clear()
         width, height = os.get_terminal_size(0)
-        with contextlib.suppress(ContainerdError):
+        with contextlib.suppress(ContainerdError):  # it has ended, or has no terminal
             await node.tasks.resize(container, width, height, process=process)

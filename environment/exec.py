@@ -269,7 +269,7 @@ class _Added:
             return
         await feed(streams.writer.write)
         await streams.writer.end()
-        with contextlib.suppress(ContainerdError):
+        with contextlib.suppress(ContainerdError):  # it has ended
             await self.node.tasks.close_stdin(self.container, self.name)
 
     async def held(self) -> bool:

@@ -94,7 +94,7 @@ async def _from_file(path: str, node: Node, fresh: bool) -> Ready:
 
     ready, until, sealed = await _composed(parse_plan(text, path), node)
     if name and until is not None and sealed is not None:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # composed again next time
             recall.remember(directory, name, ready, until, sealed)
     return ready
 

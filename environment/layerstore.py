@@ -190,7 +190,7 @@ class LayerStore:
         for folder in os.listdir(self._keys):
             for name in os.listdir(os.path.join(self._keys, folder)):
                 path = os.path.join(self._keys, folder, name)
-                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # gone meanwhile, or no key
                     with open(path, "rb") as file:
                         layer = json.loads(file.read(1 << 16))["layer"]
                     if layer is not None and not os.path.exists(self.blob(layer["digest"])):

@@ -131,7 +131,7 @@ def end(address: str, namespace: str, container: str, group: str, *, timeout: fl
         time.sleep(_POLL)
     for found in _groups(group):
         for folder, _, _ in os.walk(found, topdown=False):
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # not empty: it is looked at again below
                 os.rmdir(folder)
     shutil.rmtree(os.path.join(RUNTIME_ROOT, namespace, container), ignore_errors=True)
     return not _groups(group)

@@ -67,7 +67,7 @@ def members(group: str) -> set[int]:
     """All processes in a group and those below it."""
     found: set[int] = set()
     for folder, _, _ in os.walk(group):
-        with contextlib.suppress(OSError), open(os.path.join(folder, "cgroup.procs")) as file:
+        with contextlib.suppress(OSError), open(os.path.join(folder, "cgroup.procs")) as file:  # the group has gone meanwhile
             found.update(int(line) for line in file)
     return found
 
@@ -133,7 +133,7 @@ class _Freezer:
             yield
             return
         try:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # then nothing is held, as on a kernel without it
                 _write(self._path, self._on)
             yield
         finally:
@@ -166,7 +166,7 @@ def holds_pipe(leader: int, first: int, marker: str) -> bool:
     except OSError:
         return False
     for pid in family(leader, members(group) if group else _all(), marker) - {first}:
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
             for name in os.listdir(f"/proc/{pid}/fd"):
                 if os.readlink(f"/proc/{pid}/fd/{name}").startswith("pipe:"):
                     return True

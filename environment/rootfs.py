@@ -188,7 +188,7 @@ def find_program(root: int, name: str, path: str) -> str:
         if not folder.startswith("/"):
             continue
         candidate = posixpath.join(folder, name)
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError):  # not there: the next directory may have it
             found = open_in_root(root, candidate, os.O_PATH)
             try:
                 status = os.fstat(found)

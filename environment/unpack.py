@@ -61,7 +61,7 @@ async def unpack(
 
 
 async def _remove(snapshots: Snapshots, key: str) -> None:
-    with contextlib.suppress(ContainerdError):
+    with contextlib.suppress(ContainerdError):  # gone, or collected once the lease has ended
         await snapshots.remove(key)
 
 

@@ -410,6 +410,7 @@ def test_files(bench: Bench) -> None:
             env.read_file("/testbed/code", limit=3)
 
 
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
 def test_archives(bench: Bench) -> None:
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
@@ -435,6 +436,7 @@ def test_archives(bench: Bench) -> None:
             env.get_archive("/opt", limit=100)
 
 
+@pytest.mark.parametrize("line", ["1.7"], indirect=True)
 def test_what_the_kernel_does_not_execute_says_so(bench: Bench) -> None:
     with bench.start() as env:
         env.write_file("/text", b"no program", mode=0o755)

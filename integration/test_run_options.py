@@ -14,6 +14,7 @@ import pytest
 
 import weenv
 from weenv.core.errors import WeenvError
+from weenv_testkit import tools
 from weenv_testkit.running import Bench
 
 WAYS = {"quick": (), "input": ("-i",), "init": ("--init",)}
@@ -99,15 +100,16 @@ def ended(bench: Bench, name: str) -> dict[str, object] | None:
             return rows[0] if rows else None
 
 
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
 def test_a_detached_command_comes_after_the_plans_own(bench: Bench, tmp_path: Path) -> None:
     program = "#!/bin/sh\necho out $$ $(cat /made) \"$1\"; echo err >&2; (exit 3); exit 7\n"
     making = f"printf %s '{program}' > /bin/late; chmod +x /bin/late; echo x > /made"
     plan = mutated(bench, tmp_path, making, ["sh", "-c", "kill -0 1"])
     name = bench.ok("run", "-d", plan, "--", "late", "a b").strip()
+    done = bench.call("logs", "-f", name)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"out 1 x a b\n", b"err\n"), "as the first process"
     row = ended(bench, name)
     assert row is not None and (row["exit_status"], row["command"]) == (7, ["late", "a b"])
-    done = bench.call("logs", name)
-    assert (done.returncode, done.stdout, done.stderr) == (0, b"out 1 x a b\n", b"err\n"), "as the first process"
     bench.ok("rm", name)
     assert ended(bench, bench.ok("run", "-d", "--rm", plan, "--", "late").strip()) is None
     assert not bench.left()
@@ -124,6 +126,7 @@ def test_a_detached_command_comes_after_the_plans_own(bench: Bench, tmp_path: Pa
     assert not bench.left()
 
 
+@pytest.mark.parametrize("line", ["1.7"], indirect=True)
 def test_a_command_from_python_comes_after_the_plans_own(bench: Bench, tmp_path: Path) -> None:
     plan = mutated(bench, tmp_path, "echo 9 > /made")
     with weenv.Environment.start(plan, config=bench.loaded, command=["sh", "-c", "exit $(cat /made)"]) as env:
@@ -146,7 +149,8 @@ def test_a_plans_command_that_fails_is_one_line(bench: Bench, tmp_path: Path, fl
     assert len(missing.stderr.splitlines()) == 1 and not bench.left()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
+@pytest.mark.parametrize("way", ["quick", "init", pytest.param("input", marks=pytest.mark.soak)])
 def test_a_command_may_have_a_time(bench: Bench, way: str) -> None:
     script = "trap '' TERM; echo begun; (sleep 1000 & sleep 1000)"
     done = bench.call("run", "--rm", *WAYS[way], "--timeout", "1.5", bench.plan, "--", "sh", "-c", script)
@@ -155,7 +159,8 @@ def test_a_command_may_have_a_time(bench: Bench, way: str) -> None:
     assert not bench.left()
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
+@pytest.mark.parametrize("way", ["quick", "init", pytest.param("input", marks=pytest.mark.soak)])
 def test_what_cannot_be_run_is_one_clear_line(bench: Bench, way: str) -> None:
     cases = ("nosuch", 127, b"'nosuch' is not in /"), ("/tmp", 126, b""), ("/etc/nosuch", 127, b"no such file")
     for command, code, words in cases:
@@ -169,7 +174,29 @@ def test_what_cannot_be_run_is_one_clear_line(bench: Bench, way: str) -> None:
     assert not bench.left()
 
 
-@pytest.mark.parametrize("way", ["quick", "input"])
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
+def test_a_program_whose_bytes_cannot_be_read_is_told_from_one_that_is_wrong(bench: Bench, tmp_path: Path) -> None:
+    """A file system whose end is missing: the kernel finds the file, and answers EIO to who reads or executes it."""
+    (tmp_path / "tree").mkdir()
+    (tmp_path / "tree" / "program").write_bytes(os.urandom(100_000))
+    (tmp_path / "tree" / "program").chmod(0o755)
+    image, where = str(tmp_path / "image"), str(tmp_path / "mounted")
+    subprocess.run([tools.erofs("mkfs.erofs"), image, str(tmp_path / "tree")], check=True, capture_output=True)
+    os.truncate(image, 4096)
+    os.mkdir(where)
+    subprocess.run(["mount", "-t", "erofs", "-o", "loop,ro", image, where], check=True)
+    try:
+        for way in WAYS.values():
+            done = bench.call("run", "--rm", *way, "-v", f"{where}/program:/mnt/program", bench.plan, "--", "/mnt/program")
+            assert done.returncode in (1, 126, 255) and b"input/output error" in done.stderr.lower(), done
+            assert b"weenv status" in done.stderr and done.stderr.splitlines()[-1].startswith((b"weenv: ", b"  ")), done
+    finally:
+        subprocess.run(["umount", where], check=True)
+    assert not bench.left()
+
+
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
+@pytest.mark.parametrize("way", ["quick", pytest.param("input", marks=pytest.mark.soak)])
 def test_who_waits_for_a_command_that_heeds_no_signal_is_told(bench: Bench, way: str) -> None:
     command = ("run", "--rm", *WAYS[way], bench.plan, "--", "sh", "-c", "trap '' INT; echo up; while :; do sleep 1; done")
     with bench.popen(*command, stderr=subprocess.PIPE, stdin=subprocess.DEVNULL) as child:

@@ -252,6 +252,7 @@ def test_the_first_process_of_a_task_given_up_is_ended(bench: Bench) -> None:
     assert not os.path.exists(state)
 
 
+@pytest.mark.parametrize("line", ["2.1"], indirect=True)
 @pytest.mark.parametrize("way", ["command", "python"])
 def test_a_name_that_a_killed_command_has_left_is_free(bench: Bench, way: str) -> None:
     def again() -> str:

@@ -225,7 +225,8 @@ class NodeLayers:
         free = status.f_bavail * status.f_frsize
         if free < 2 * size + _SPARE:
             raise StorageError(
-                f"{self._work} has {shown(free)} free, and a layer of {shown(size)} needs {shown(2 * size + _SPARE)}",
+                f"{self._work} has {shown(free)} free: a layer of {shown(size)} takes up to {shown(2 * size)}, "
+                f"and {shown(_SPARE)} are to stay free",
                 hint="make room on the disk",
             )
 

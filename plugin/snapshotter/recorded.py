@@ -43,7 +43,7 @@ def records(root: str, layers: list[str]) -> dict[str, tuple[tuple[int, int], ..
     for digest in dict.fromkeys(layers):
         try:
             one = recorded(root, digest)
-        except FormatError:
+        except (FormatError, FileNotFoundError):
             continue
         if one is not None and one.needed:
             found[digest] = one.needed

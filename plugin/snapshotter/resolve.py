@@ -393,7 +393,7 @@ class Resolver:
             )  # fmt: skip
             assert made.foreign is not None
             self._metrics.tail_bytes.inc(made.foreign.toc_length)
-            await asyncio.to_thread(self.layers.dirs.adopt, made, directory)
+            self.layers.dirs.adopt(made, directory)  # at once: who is cancelled amid it would remove half of it
 
     async def _origins(self, descriptor: LayerDescriptor | ForeignLayer, image: Reference | None) -> list[Origin]:
         """Where the layer may be had: on the node, where its image is from, what its annotation names."""

@@ -28,6 +28,7 @@ class Starts:
         self._socket = socket
         self._background = background
         self._told: set[int] = set()
+        self._one = asyncio.Semaphore(1)  # a blobfs that takes its time has one of our threads, and not all of them
 
     def begin(self, layer_ids: frozenset[int]) -> None:
         """A container begins on these layers (ids of table ``layers``). Does not block."""
@@ -40,8 +41,9 @@ class Starts:
     async def _tell(self, layer_ids: list[int]) -> None:
         layers = [layer for number in layer_ids if (layer := self._store.layer_by_id(number)) is not None]
         try:
-            if await asyncio.to_thread(self._ask, list(dict.fromkeys(layer.digest for layer in layers))):
-                return
+            async with self._one:
+                if await asyncio.to_thread(self._ask, list(dict.fromkeys(layer.digest for layer in layers))):
+                    return
         except WeenvError as error:
             log.info("blobfs was not told that a container begins: %s", error)
         self._told.difference_update(layer_ids)

@@ -12,11 +12,13 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from weenv.core import digest as digests
 from weenv.core.errors import FormatError, StorageError, VerificationError, WeenvError
+from weenv.layer.profile import Run
 from weenv.layer.tail import FrameIndex
 from weenv.plugin.snapshotter.blobfs import wire
 from weenv.plugin.snapshotter.cache.present import BAD, Presence, lost_frames
@@ -92,8 +94,8 @@ class Layer(FetchLayer):
         """... and how many periods ago it was read, as of then. Belongs to whoever evicts."""
         self.reads = reads if reads is not None else Reads(None, len(presence))
         """Which frames have ever been read, for who makes a profile."""
-        self.profiled = False
-        """A profile says what is needed of it, and is followed."""
+        self._followed: tuple[list[int], list[int]] = [], []
+        """First frames of the runs of the profile that is followed, ascending, and the frames after their last."""
         self._close_sources = close_sources
         self.last_used = 0.0
         self.first_used = 0.0
@@ -108,7 +110,19 @@ class Layer(FetchLayer):
     def foresees(self, frame: int, *, absent: bool) -> bool:
         """Whether the layer's profile has brought ``frame``, or is bringing it: then it says what comes next as well, and
         nothing is to be guessed."""
-        return self.profiled and (not absent or frame in self.flights)
+        firsts, ends = self._followed
+        place = bisect_right(firsts, frame) - 1
+        return place >= 0 and frame < ends[place] and (not absent or frame in self.flights)
+
+    @property
+    def profiled(self) -> bool:
+        """A profile says what is needed of it, and is followed."""
+        return bool(self._followed[0])
+
+    def follow(self, runs: Iterable[Run]) -> None:
+        """A profile of these runs, no frame in two of them, says what is needed."""
+        ordered = sorted((run.first, run.end) for run in runs)
+        self._followed = [first for first, _ in ordered], [end for _, end in ordered]
 
     def evicted(self, frames: Sequence[int]) -> None:
         """These are missing again: read-ahead takes whoever asks for them for a new reader."""

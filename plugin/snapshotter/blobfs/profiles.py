@@ -38,6 +38,8 @@ class Profiles:
     async def begin(self, layers: object) -> dict[str, Any]:
         """A container of an image with these layers begins. Raises InvalidRequest."""
         names = _digests(layers)
+        if not self._prefetcher.config.enabled:
+            return {"layers": 0, "frames": 0}
         found = await asyncio.to_thread(lambda: [each for name in names if (each := self._profile(name)) is not None])
         self._prefetcher.begin(found)
         return {"layers": len(found), "frames": sum(run.count for _, runs in found for run in runs)}
@@ -50,7 +52,7 @@ class Profiles:
     def _profile(self, digest: str) -> tuple[Layer, Sequence[Run]] | None:
         """The layer and what to fetch of it; None where it has no profile, or none that can be used."""
         value = self._dirs.prefetch(digest)
-        if not value:
+        if not value or self._table.memory() > self._table.memory_max:  # to open another would have readers wait
             return None
         try:
             node = self._table.lookup(digests.hex_of(digest).encode())
@@ -70,7 +72,8 @@ class Profiles:
     def _forget(self, digest: str) -> int:
         for layer in self._table.open_layers():
             if layer.digest == digest:
-                return layer.reads.forget()
+                count = layer.reads.forget()
+                return count if layer.reads.recording else max(count, forget(self._dirs.path(digest)))
         return forget(self._dirs.path(digest))
 
 

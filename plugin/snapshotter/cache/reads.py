@@ -20,6 +20,8 @@ import threading
 import time
 from typing import Final
 
+import numpy as np
+
 from weenv.layer.profile import UNITS
 
 NAME: Final = "reads"
@@ -76,8 +78,23 @@ class Reads:
         self._begin = 0
         if layer_dir is not None:
             with contextlib.suppress(OSError):  # a record that cannot be read is begun anew
-                for _, frame in load(layer_dir, frames):
-                    self.seen[frame] = 1
+                self._recall(os.path.join(layer_dir, NAME))
+
+    def _recall(self, path: str) -> None:
+        """As :func:`load`, without what it takes: two million records, and whoever opens a layer waits."""
+        count = len(self.seen)
+        with open(path, "rb") as file:
+            data = file.read(_HEADER.size + _RECORD.size * (count + 1))
+        if len(data) < _HEADER.size or _HEADER.unpack_from(data)[:2] != (_MAGIC, count):
+            return
+        records = (len(data) - _HEADER.size) // _RECORD.size
+        frames = np.frombuffer(data, "<u4", 2 * records, _HEADER.size)[::2]
+        np.frombuffer(self.seen, np.uint8)[frames[frames < count]] = 1
+
+    @property
+    def recording(self) -> bool:
+        """Whether what is read goes into the file."""
+        return self._path is not None
 
     def note(self, first: int, end: int) -> list[int]:
         """Frames ``[first, end)`` are read: those of them that were not before. A disk that takes no data is nobody's error."""

@@ -55,6 +55,9 @@ from weenv.registry.ranged import RangesIgnored
 
 log = logging.getLogger(__name__)
 
+_PREFETCHED = 1 << 14
+"""Frames of a layer at most of which it is known that a profile brought them and nobody has read them: for a metric only."""
+
 
 class _Flush(Enum):
     """What decoders may be told to do besides decoding."""
@@ -452,7 +455,7 @@ class Fetcher:
         with self._lock:
             flight.content = content
             self.stats.frames[flight.priority] += 1  # before any reader goes on: what he has read is counted
-            if flight.priority == PREFETCH:
+            if flight.priority == PREFETCH and len(layer.prefetched) < _PREFETCHED:
                 layer.prefetched.add(frame)
             self.stats.stored_bytes += len(content)
             layer.tally.stored += len(content)

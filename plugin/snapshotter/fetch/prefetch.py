@@ -120,8 +120,8 @@ class Prefetcher:
         """Fetch in the background what a start needs."""
         if not self.config.enabled or not any(runs for _, runs in profiles) or self._running >= _STARTS:
             return
-        for layer, _ in profiles:
-            layer.profiled = True
+        for layer, runs in profiles:
+            layer.follow(runs)
         self.begun += 1
         self._running += 1
         self._work.spawn(self._run([layer for layer, _ in profiles], [runs for _, runs in profiles]), "prefetch")

@@ -11,6 +11,7 @@ import contextlib
 import os
 from concurrent.futures import Executor
 
+from weenv.core.aio import SingleFlight
 from weenv.core.atomic import write_atomic
 from weenv.core.errors import FormatError
 from weenv.layer.erofs import DirAttributes, restamp
@@ -36,6 +37,7 @@ class Images:
         self._dirs = dirs
         self._builder = builder
         self._threads = threads
+        self._preparing: SingleFlight[tuple[str, str], LayerFacts] = SingleFlight()
 
     def path(self, digest: str, variant: Variant) -> str:
         """Where the image of a variant is, or will be."""
@@ -44,13 +46,23 @@ class Images:
     async def prepare(self, digest: str, variant: Variant) -> LayerFacts:
         """Build what is missing of ``meta.erofs``, ``facts.json`` and the variant's own image.
 
-        Raises FormatError for a layer that cannot be represented, StorageError for a full disk.
+        Each once, whoever asks: a FUSE server goes on with the very file that it began with. Raises FormatError for a layer
+        that cannot be represented, StorageError for a full disk.
         """
+        facts = await self._preparing.do((digest, ""), lambda: self._base(digest))
+        if variant.name:
+            await self._preparing.do((digest, variant.name), lambda: self._variant(digest, variant, facts))
+        return facts
+
+    async def _base(self, digest: str) -> LayerFacts:
         directory = self._dirs.path(digest)
         if not (os.path.exists(f"{directory}/{META}") and os.path.exists(f"{directory}/{FACTS}")):
             await self._builder.build(directory, "", "[]")
-        facts = _read_facts(directory)
-        if variant.name and not os.path.exists(f"{directory}/{meta_name(variant.name)}"):
+        return _read_facts(directory)
+
+    async def _variant(self, digest: str, variant: Variant, facts: LayerFacts) -> LayerFacts:
+        directory = self._dirs.path(digest)
+        if not os.path.exists(f"{directory}/{meta_name(variant.name)}"):
             attributes = decode_attributes(variant.attributes)
             if any(each.xattrs for each in attributes.values()):
                 await self._builder.build(directory, variant.name, variant.attributes)

@@ -136,10 +136,12 @@ def _not_run(loaded: Plan) -> list[dict[str, object]]:
 @click.option("-i", "--in-place", is_flag=True, help="Write the plan itself.")
 @click.option("--check", "only_check", is_flag=True, help="Write nothing; exit 1 where a tag has moved since.")
 @click.option("--stale-ok", is_flag=True, help="Where a registry is away, take what its tags meant when it was seen last.")
+@click.option("--json", "as_json", is_flag=True, help="With --check, for machines.")
 @_config
 @_plain_http
 def lock(
-    path: str, output: str, in_place: bool, only_check: bool, stale_ok: bool, config_path: str, plain_http: tuple[str, ...]
+    path: str, output: str, in_place: bool, only_check: bool, stale_ok: bool, as_json: bool, config_path: str,
+    plain_http: tuple[str, ...],
 ) -> None:  # fmt: skip
     """Pin every group of a plan by digest; comments and layout of the file stay.
 
@@ -158,6 +160,8 @@ def lock(
 
     if in_place + bool(output) + only_check > 1:
         raise click.UsageError("one of --output, --in-place and --check")
+    if as_json and not only_check:
+        raise click.UsageError("--json goes with --check")
     data = read_plan(path)
     loaded = parse_plan(data, path)
 
@@ -174,14 +178,19 @@ def lock(
         groups = with_resolver(config_path, plain_http, lambda resolver: ask(resolver, tags), max_age=0.0)
         now = dict(zip(tags, groups, strict=True))
         moved = [pin(ref, now[tag].digest) for ref, tag in asked if tag and pin(ref, now[tag].digest).moved]
-        for item in moved:
-            click.echo(f"moved: {item.reference} is {item.digest} now")
         loose = [ref for ref, tag in asked if tag == ref]
-        for ref in loose:
-            click.echo(f"not pinned: {ref}")
+        if as_json:
+            rows = [{"reference": item.reference, "digest": item.digest} for item in moved]
+            render.print_json({"moved": rows, "not_pinned": loose})
+        else:
+            for item in moved:
+                click.echo(f"moved: {item.reference} is {item.digest} now")
+            for ref in loose:
+                click.echo(f"not pinned: {ref}")
         if moved or loose:
             raise click.exceptions.Exit(1)
-        click.echo(f"{path}: every group is pinned and no tag has moved")
+        if not as_json:
+            click.echo(f"{path}: every group is pinned and no tag has moved")
         return
     refs = [use.ref for use in loaded.groups]
     groups = with_resolver(config_path, plain_http, lambda resolver: ask(resolver, refs), max_age=0.0)

@@ -35,9 +35,9 @@ def pin(reference: str, digest: str) -> Pin:
 def tag_of(reference: str) -> str:
     """The reference without its digest: what is asked to see whether a tag has moved; empty where it has no tag."""
     location = parse_location(reference)
-    if isinstance(location, LayoutLocation) or not location.digest:
+    if not location.digest:
         return reference
-    return reference.partition("@")[0] if location.tag else ""
+    return reference.partition("@")[0] if location.tag and not isinstance(location, LayoutLocation) else ""
 
 
 def lock_text(text: str, source: str, groups: Sequence[ResolvedGroup]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from simulator.registry import SimulatedRegistry
@@ -108,6 +109,21 @@ def test_faults_for_machines(tmp_path: Path, capsys: Captured) -> None:
     path.write_text(HEAD + "groups: [a]\n")
     assert run("plan", "check", "--json", str(path)) == 0
     assert json.loads(capsys.readouterr().out)["faults"] == []
+
+
+def test_what_is_not_pinned_for_machines(group: str, config: str, tmp_path: Path, capsys: Captured) -> None:
+    loose, locked = tmp_path / "p.yaml", tmp_path / "locked.yaml"
+    loose.write_text(HEAD + f"groups: ['{group}']\n")
+    assert run("plan", "lock", str(loose), "-o", str(locked), "--config", config) == 0
+    capsys.readouterr()
+
+    def check(path: Path) -> tuple[int, dict[str, list[Any]]]:
+        code = run("plan", "lock", "--check", "--json", str(path), "--config", config)
+        return code, json.loads(capsys.readouterr().out)
+
+    assert check(loose) == (1, {"moved": [], "not_pinned": [group]})
+    assert check(locked) == (0, {"moved": [], "not_pinned": []})
+    assert run("plan", "lock", "--json", str(locked)) == 2
 
 
 def test_no_conflict_is_one_of_groups(group: str, config: str, tmp_path: Path, capsys: Captured) -> None:

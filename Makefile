@@ -8,7 +8,7 @@ FUZZ_SECONDS ?= 600
 LOCK := --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-emit-find-links --no-header --no-annotate --quiet
 KIT := PYTHONPATH=integration .venv/bin/python
 
-.PHONY: help setup test demo bench soak fuzz lint lock clean
+.PHONY: help setup test demo bench soak fuzz lint lock lowest clean
 
 help:
 	@echo "sudo make demo    convert a real image, start it lazily, against plain overlayfs; compose a task and grade it"
@@ -19,6 +19,7 @@ help:
 	@echo "sudo make setup   only install what these need; leaves the command at .venv/bin/weenv"
 	@echo "make lint         ruff, mypy and the import contract"
 	@echo "make lock         renew requirements.lock from pyproject.toml"
+	@echo "make lowest       tests without root, with the lowest versions that pyproject.toml allows"
 	@echo "make clean        remove the virtual environment and caches of this clone"
 
 setup:
@@ -60,6 +61,17 @@ lock: .venv/bin/ruff
 	.venv/bin/uv pip compile pyproject.toml requirements-build.in --extra dev --extra fuse --extra systemd $(LOCK) --upgrade --output-file requirements.lock
 	.venv/bin/uv pip compile requirements-build.in --constraint requirements.lock $(LOCK) --output-file requirements-build.lock
 
+# Only the runtime's dependencies are the lowest; what tests need beside them is as it comes.
+lowest: .venv/bin/ruff
+	.venv/bin/python -m pip install --quiet uv
+	rm -rf .venv-lowest && .venv/bin/uv venv --quiet --python .venv/bin/python .venv-lowest
+	.venv/bin/uv pip compile pyproject.toml --only-binary :all: --resolution lowest-direct --quiet \
+		--no-emit-index-url --no-emit-find-links --output-file .venv-lowest/requirements.txt
+	.venv/bin/uv pip install --quiet --python .venv-lowest/bin/python --only-binary :all: --requirement .venv-lowest/requirements.txt \
+		pytest pytest-asyncio pytest-timeout hypothesis jsonschema kubernetes-validate matplotlib pyzstd tomlkit docker
+	.venv/bin/uv pip install --quiet --python .venv-lowest/bin/python --no-deps --editable .
+	.venv-lowest/bin/python -m pytest -m "not soak and not root" tests $(PYTEST_ARGS)
+
 clean:
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build bench-results
+	rm -rf .venv .venv-lowest .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build bench-results
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

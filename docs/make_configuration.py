@@ -22,7 +22,8 @@ from weenv.registry.config import RegistryConfig
 HEAD = """# Configuration
 
 One TOML file, `/etc/weenv/config.toml` (or `--config FILE`), read by the daemons and by every command, of which each
-looks at the tables that it needs; a missing file means the defaults, an unknown or wrong setting is an error that names it. Times are in seconds, sizes in bytes. This page is
+looks at the tables that it needs; a missing file means the defaults, an unknown or wrong setting is an error that names
+it. Times are in seconds, sizes in bytes. This page is
 written by `docs/make_configuration.py` from the code.
 
 One more table, `[policy]`, is described in [groups.md](groups.md).

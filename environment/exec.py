@@ -11,6 +11,7 @@ import secrets
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
+from weenv.core import procfs
 from weenv.core.errors import WeenvError
 from weenv.environment.lifecycle import (
     NoSuchEnvironment,
@@ -43,6 +44,8 @@ from weenv.environment.waiter import RELEASE
 from weenv.plugin.containerd.client import ContainerdError
 from weenv.plugin.containerd.runtime import Container, Exit
 
+_SHIM_GONE = "ttrpc: closed"
+"""containerd's words where the process that looks after a container ends while it is asked (github.com/containerd/ttrpc)."""
 LIMIT = 64 << 20
 """Bytes kept of each output stream, unless told otherwise."""
 
@@ -146,9 +149,9 @@ async def execute(
         except ContainerdError as error:
             if error.code in ("NOT_FOUND", "FAILED_PRECONDITION"):
                 raise NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended") from error
-            await running(node, container)  # it has ended just now, perhaps
+            await _still_there(node, container, first, error)
             raise
-        process = _Added(node, container.id, first, name)
+        process = _Added(node, container, first, name)
         try:
             timed_out, ended = await process.run(command, streams, feed, started, starting)
             seconds = loop.time() - begin
@@ -197,10 +200,26 @@ def _program(first: int, container: Container, command: Command) -> str:
     return found
 
 
+async def _still_there(node: Node, container: Container, first: int, error: ContainerdError) -> None:
+    """Raise why nothing can be added to an environment at all, where that is so; ``error`` is what containerd said."""
+    if "paused" in error.message:
+        hint = f"ctr -n {node.run.namespace} tasks resume {container.id}"
+        raise WeenvError(f"{container.id} is paused", hint=hint) from error
+    with contextlib.suppress(ContainerdError):  # that of a shim that has ended
+        await running(node, container)
+    try:
+        ended = procfs.stat(first).ending  # before its shim has said so
+    except OSError:
+        ended = True
+    if ended or _SHIM_GONE in error.message:
+        raise NoSuchEnvironment(f"{container.id} has ended meanwhile", hint="weenv ps --all shows how") from error
+
+
 class _Added:
-    def __init__(self, node: Node, container: str, first: int, name: str) -> None:
+    def __init__(self, node: Node, record: Container, first: int, name: str) -> None:
         self.node = node
-        self.container = container
+        self.record = record
+        self.container = record.id
         self.first = first
         self.name = name
         self.leader = 0
@@ -226,6 +245,7 @@ class _Added:
                     await to_the_end(self.node.in_thread(end_family, begun.result(), self.first, self.name))
                 raise
             except ContainerdError as error:
+                await _still_there(self.node, self.record, self.first, error)
                 raise start_error(error) from error
             if started is not None:
                 started(self.name)

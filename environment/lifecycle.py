@@ -56,6 +56,9 @@ _ANEW = 3
 """Times that an image is composed anew whose snapshots are gone, or a task made anew whose layers' mounts have moved."""
 _LOST = frozenset({"UNAVAILABLE"})
 _GONE = frozenset({"NOT_FOUND"})
+_CLEARED = 15.0
+"""Seconds for containerd to clear away a task that it has given up (core/runtime/v2, v2.1.9: 5 to delete it, 5 more for its
+shim's end, 3 for asking for that)."""
 _UNREAD = 0.25
 """Seconds that an ended task's deletion takes at most, unless what its process wrote is not taken by anybody."""
 
@@ -236,14 +239,28 @@ async def start(
 
 
 async def _make_task(node: Node, container: str, mounts: list[Mount], stdio: Stdio) -> int:
-    """The task's pid; made again where a layer was mounted in another way, being complete, just when it was looked for."""
-    for _ in range(_ANEW):
+    """The task's pid; made again where a layer was mounted in another way, being complete, just when it was looked for, and
+    when containerd has done with one of that name whose maker was killed a moment ago."""
+    moved, until = 0, time.monotonic() + _CLEARED
+    while True:
         try:
             return await node.tasks.create(container, mounts, stdio, binary=node.run.binary)
         except ContainerdError as error:
-            if not mount_moved(error.message):
+            moved += mount_moved(error.message)
+            if is_cleared_away(error.message, container):
+                if time.monotonic() > until:
+                    raise WeenvError(
+                        f"containerd has not cleared away what an earlier {container!r} ran in: {error.message[-200:]}",
+                        hint="take another name, or restart containerd",
+                    ) from error
+                await asyncio.sleep(0.05)
+            elif not mount_moved(error.message) or moved > _ANEW:
                 raise
-    return await node.tasks.create(container, mounts, stdio, binary=node.run.binary)
+
+
+def is_cleared_away(message: str, container: str) -> bool:
+    """Whether a task was not made because there is a directory (a bundle) of one of that name whose making was given up."""
+    return "mkdir " in message and message.rstrip().endswith(f"/{container}: file exists")
 
 
 def mount_moved(message: str) -> bool:
@@ -272,9 +289,9 @@ async def _enter(node: Node, entry: Container, *, again: bool = True) -> None:
 async def _is_left(node: Node, item: Container) -> bool:
     """Whether an environment was to be removed and has nobody left to do it."""
     mark = item.labels.get(LABEL_RM)
-    if mark == "-":
+    if mark == "-":  # it has run: without a task it has ended, and its removal, or the machine, too soon
         process = await _unless(_GONE, node.tasks.get(item.id))
-        return process is not None and process.status is Status.STOPPED
+        return process is None or process.status is Status.STOPPED
     return mark is not None and await asyncio.to_thread(owner.is_gone, mark)
 
 
@@ -440,27 +457,24 @@ async def _delete_task(node: Node, container: str) -> None:
 
 
 async def _in_the_making(node: Node, container: str) -> bool:
-    """True where containerd has the task after all; else what its making, given up by containerd, has left is ended.
-
-    Raises WeenvError where something of that is still there.
+    """True where containerd has the task after all; else what its making or its deletion, given up by containerd, has left is
+    ended. Raises WeenvError where something of that is still there.
     """
-    for _ in range(0 if await _is_abandoned(node, container) else 100):
-        if not await node.in_thread(orphans.makers, node.run.namespace, container):
-            break
-        await asyncio.sleep(0.05)
-        if await patiently(lambda: _unless(_GONE, node.tasks.get(container))) is not None:
-            return True
+    record = await patiently(lambda: _unless(_GONE, node.containers.get(container)))
+    if record is None:
+        return False  # somebody else has removed it: of that name may be another
+    mark = record.labels.get(LABEL_RM, "-")
+    if mark != "-" and not await asyncio.to_thread(owner.is_gone, mark):  # who makes it lives
+        for _ in range(100):
+            if not await node.in_thread(orphans.makers, node.run.namespace, container):
+                break
+            await asyncio.sleep(0.05)
+            if await patiently(lambda: _unless(_GONE, node.tasks.get(container))) is not None:
+                return True
     place = node.run.address, node.run.namespace, container, node.cgroup(container)
     if not await node.in_thread(orphans.end, *place):
         raise WeenvError(f"{container} does not end", hint="is a process of it in uninterruptible sleep?")
     return False
-
-
-async def _is_abandoned(node: Node, container: str) -> bool:
-    """Whether who was making it has died, so that nobody waits for its task any more."""
-    record = await patiently(lambda: _unless(_GONE, node.containers.get(container)))
-    mark = record.labels.get(LABEL_RM, "-") if record is not None else "-"
-    return mark != "-" and await asyncio.to_thread(owner.is_gone, mark)
 
 
 async def sweep(node: Node) -> list[str]:

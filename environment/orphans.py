@@ -10,7 +10,8 @@ seconds (shim.go, cleanupTimeout), and forgets the shim. That may leave
   has made, with nothing written down anywhere yet by which the shim's own clean-up would find it;
 - what the runtime has written down, by which the next of that name is refused.
 
-A first process is in its control group, which nobody but we use.
+Who is killed while containerd deletes a task may leave its shim, too. A first process is in its control group, which
+nobody but we use.
 """
 
 from __future__ import annotations

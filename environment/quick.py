@@ -294,10 +294,10 @@ class _One:
             call(_TASKS, "Start", "StartRequest", {"container_id": self.container}, "StartResponse")
         except QuickError as error:
             self.running = made or error.code == BROKEN  # else containerd has taken away what it could not make
-            from weenv.environment.lifecycle import mount_moved, start_error
+            from weenv.environment.lifecycle import is_cleared_away, mount_moved, start_error
             from weenv.plugin.containerd.client import ContainerdError
 
-            if mount_moved(error.message):
+            if mount_moved(error.message) or is_cleared_away(error.message, self.container):
                 return False
             raise start_error(ContainerdError(error.message, "UNKNOWN"), self.spec) from error
         return True

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import random
+import re
 import signal
 import subprocess
 import threading
@@ -17,9 +18,12 @@ from typing import Any
 import pytest
 
 import weenv
-from weenv.environment import orphans, owner
+from weenv.core import procfs
+from weenv.core.errors import WeenvError
+from weenv.environment import lifecycle, orphans, owner
 from weenv.plugin.containerd.client import Client, Namespaced
 from weenv_testkit import tools
+from weenv_testkit.containerd import cgroup_processes
 from weenv_testkit.procs import wait_until
 from weenv_testkit.running import NAMESPACE, RUNTIME_ROOT, Bench
 
@@ -189,36 +193,44 @@ def leases_of(bench: Bench) -> list[str]:
     return bench.node.containerd.ctr("leases", "ls", "-q", namespace=NAMESPACE).split()
 
 
-SLOW_RUNTIME = """#!/bin/sh
-# The runtime, but that its create says in a file that the container is made, and then waits for a line.
-case " $* " in *" create "*) ;; *) exec {runc} "$@" ;; esac
-{runc} "$@" || exit
-: >{made}
-read -r line <{go}
-"""
+class SlowRuntime:
+    """The runtime, but that one verb of it makes the file ``there`` and waits for :meth:`go_on`, before or after its work."""
+
+    def __init__(self, folder: Path, verb: str, *, done: bool) -> None:
+        self.there, self._go, program = (folder / name for name in ("there", "go", "runtime"))
+        self.program = str(program)
+        wait = f": >{self.there}; until [ -e {self._go} ]; do sleep 0.01; done"
+        work = f'{tools.runc()} "$@"'
+        steps = f"{work} || exit; {wait}" if done else f"{wait}; exec {work}"
+        program.write_text(f'#!/bin/sh\ncase " $* " in *" {verb} "*) ;; *) exec {work} ;; esac\n{steps}\n')
+        program.chmod(0o755)
+
+    def wait(self) -> None:
+        wait_until("the runtime to be called", self.there.exists, 60)
+
+    def go_on(self) -> None:
+        self._go.touch()
 
 
 @pytest.mark.parametrize("way", ["quick", *(pytest.param(way, marks=soak) for way in ("input", "unread", "waited"))])
 def test_killed_while_the_runtime_makes_its_container_nothing_is_left_and_the_name_is_free(
     bench: Bench, way: str, tmp_path: Path
 ) -> None:
-    made, go, program = (tmp_path / name for name in ("made", "go", "runtime"))
-    os.mkfifo(go)
-    program.write_text(SLOW_RUNTIME.format(runc=tools.runc(), made=made, go=go))
-    program.chmod(0o755)
+    runtime = SlowRuntime(tmp_path, "create", done=True)
     name = f"same-{os.getpid()}"
     run = (*WAYS["input" if way == "input" else "quick"], "--name", name)
     child = bench.popen(
-        *run, "--runtime", str(program), bench.plan, "--", "sleep", "1000", stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL
-    )
-    wait_until("the container to be made", made.exists, 60)
+        *run, "--runtime", runtime.program, bench.plan, "--", "sleep", "1000",
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    runtime.wait()
     # As if it were killed a moment later, when the shim has opened these: without readers it would wait for some.
     home = bench.loaded.home(name)
     ends = [os.open(f"{home}/{stream}", os.O_RDONLY | os.O_NONBLOCK) for stream in ("1", "2") if way != "unread"]
     child.kill()
     child.wait()
     # Now the shim has a container made, of which its containerd, which has given up, wants to hear nothing more.
-    go.write_text("\n")
+    runtime.go_on()
     if way == "waited":
         wait_until("containerd to forget the shim", lambda: "bundles" not in bench.left(), 60)
     bench.ok("rm", "--sweep")
@@ -227,6 +239,76 @@ def test_killed_while_the_runtime_makes_its_container_nothing_is_left_and_the_na
     assert not orphans.makers(NAMESPACE, name)
     assert not {"containers", "snapshots", "processes", "runtime", "cgroups"} & bench.left().keys(), bench.left()
     assert bench.ok(*run, bench.plan, "--", "echo", "again") == "again\n"
+
+
+@soak
+@pytest.mark.parametrize("how", ["deleted", "killed"])
+def test_what_was_to_be_removed_at_its_end_is_without_its_task(bench: Bench, how: str, tmp_path: Path) -> None:
+    runtime = SlowRuntime(tmp_path, "delete", done=True)
+    name = bench.ok("run", "-d", "--rm", "--runtime", runtime.program, bench.plan, "--", "sleep", "1000").strip()
+    if how == "deleted":
+        runtime.go_on()
+        bench.node.containerd.ctr("tasks", "delete", "--force", name, namespace=NAMESPACE)
+    else:
+        child = bench.popen("rm", "--force", name, stdout=subprocess.DEVNULL)
+        runtime.wait()
+        child.kill()
+        child.wait()
+        runtime.go_on()
+    bench.ok("rm", "--sweep")
+    wait_until("its shim to end", lambda: not orphans.makers(NAMESPACE, name), 60)
+    assert not bench.left()
+
+
+@soak
+@pytest.mark.parametrize("cleared", [True, False])
+def test_a_name_that_containerd_has_not_done_with_is_waited_for(
+    bench: Bench, cleared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = f"same-{os.getpid()}"
+    folder = os.path.join(bench.node.containerd.state, "io.containerd.runtime.v2.task", NAMESPACE, name)
+    bench.ok("run", "--rm", bench.plan, "--", "true")  # that makes the namespace's
+    os.mkdir(folder)
+    seen = []
+    ask = lifecycle.is_cleared_away
+
+    def told(message: str, container: str) -> bool:
+        seen.append(ask(message, container))
+        if cleared and len(seen) == 2:
+            os.rmdir(folder)
+        return seen[-1]
+
+    monkeypatch.setattr(lifecycle, "is_cleared_away", told)
+    if cleared:
+        with bench.start(name=name) as env:
+            assert env.exec(["echo", "there"]).text == "there\n"
+    else:
+        monkeypatch.setattr(lifecycle, "_CLEARED", 0.2)
+        with pytest.raises(WeenvError, match="has not cleared away what an earlier 'same-"):
+            bench.start(name=name)
+        os.rmdir(folder)
+    assert len(seen) > 1 and all(seen)
+
+
+@soak
+@pytest.mark.parametrize("end", ["first", "shim", "paused"])
+def test_a_command_is_added_while_the_environment_ends(bench: Bench, end: str, tmp_path: Path) -> None:
+    runtime = SlowRuntime(tmp_path, "exec", done=False)
+    name = bench.ok("run", "-d", "--idle", "--runtime", runtime.program, bench.plan).strip()
+    first = min(cgroup_processes(f"{bench.cgroup}/{name}"))
+    shim = procfs.stat(first).parent
+    if end == "paused":
+        bench.node.containerd.ctr("tasks", "pause", name, namespace=NAMESPACE)
+    child = bench.popen("exec", name, "--", "true", stderr=subprocess.PIPE)
+    if end != "paused":
+        runtime.wait()
+        os.kill(first if end == "first" else shim, signal.SIGKILL)
+    runtime.go_on()
+    _, err = child.communicate(timeout=60)
+    wanted = {"first": "has ended|has exited", "shim": "has ended|does not run|has exited", "paused": "is paused"}[end]
+    assert child.returncode == 1 and re.search(f"^weenv: {name} ({wanted})", err.decode()), err
+    assert b"containerd" not in err and b"ttrpc" not in err
+    bench.ok("rm", "-f", name)
 
 
 @soak

@@ -211,7 +211,7 @@ def test_copied_by_skopeo_it_is_still_the_group(tree: str, registry: Registry, p
     assert group("tag", f"{registry.host}/group/elsewhere:2", "stable")["descriptor"]["digest"] == digest
     assert group("tags", f"{registry.host}/group/elsewhere") == ["2", "stable"]
     assert {"group/elsewhere", "group/original"} <= set(group("ls", registry.host))
-    with pytest.raises(WeenvError, match="stable mean the same"):
+    with pytest.raises(WeenvError, match="stable means the same"):
         group("delete", f"{registry.host}/group/elsewhere:2")
     gone = group("delete", "--force", f"{registry.host}/group/elsewhere:2")
     assert gone == {"digest": digest, "tags": ["2", "stable"], "manifest": True}

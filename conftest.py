@@ -16,6 +16,8 @@ settings.load_profile("gate")
 """No property is a race against 200 ms on a loaded machine, and of one tree the same is said each time. WEENV_TEST_RANDOM=1
 looks for what nobody has seen yet."""
 
+_NICE = os.getpriority(os.PRIO_PROCESS, 0)
+
 GUESTS = ("test_elastic_guests.py", "test_install.py", "test_kit_kernels.py", "test_planes_old_kernel.py")
 """Those of integration/ that boot kernels of their own, and so see nothing of what else runs here."""
 
@@ -45,7 +47,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Tests of code alone that run beside tests with real parts let these have the processor."""
     if "PYTEST_XDIST_WORKER" in os.environ and os.geteuid() == 0:
-        os.setpriority(os.PRIO_PROCESS, 0, 0 if "integration" in item.path.parts else 5)
+        os.setpriority(os.PRIO_PROCESS, 0, _NICE + (0 if item.nodeid.startswith("integration/") else 5))
 
 
 @pytest.fixture(autouse=True)

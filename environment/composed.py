@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 
+from weenv.core.digest import is_digest
 from weenv.environment import used
 from weenv.plugin.containerd.client import ContainerdError, Namespaced
 from weenv.plugin.containerd.runtime import Containers
@@ -32,7 +33,8 @@ async def unused(
     times = await asyncio.to_thread(lambda: {image.name: last_use(image, directory, space.name) for image in images})
     named = {container.image for container in await Containers(space).find()}
     infos = await space.snapshots(snapshotter).list()
-    standing = {info.parent for info in infos if info.kind is not Kind.COMMITTED}
+    layers = {info.name: info.parent for info in infos if info.kind is Kind.COMMITTED}
+    standing = {_stood_on(info.parent, layers) for info in infos if info.kind is not Kind.COMMITTED}
     leased = await _leased(space)
     found = []
     for image in images:
@@ -45,6 +47,13 @@ async def unused(
 def last_use(image: Image, directory: str, namespace: str) -> float:
     """When it was used last, or composed, in seconds since 1970."""
     return max(image.created / 1e9, used.last(directory, namespace, image.name))
+
+
+def _stood_on(parent: str, layers: Mapping[str, str]) -> str:
+    """The layer of an image that a snapshot stands on: docker has one of its own between them, ``<container>-init``."""
+    while parent in layers and not is_digest(parent):
+        parent = layers[parent]
+    return parent
 
 
 async def _leased(space: Namespaced) -> set[str]:

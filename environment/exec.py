@@ -337,14 +337,14 @@ async def _release(node: Node, made: Started) -> None:
     process = base_process(made.container)
     args, cwd = process.get("args"), str(process.get("cwd") or "/")
     behind = held_command([str(word) for word in args]) if isinstance(args, list) else None
-    if behind is None:
+    if behind is None or not isinstance(args, list):
         return
     candidates, command = behind
     if not await node.in_thread(_executable, made.pid, [posixpath.join(cwd, name) for name in candidates]):
         searched = ":".join(posixpath.dirname(path) for path in candidates)[:300]
         what = "is not there" if "/" in command[0] else f"is not in {searched}"
         raise StartError(f"the command cannot be executed: {command[0][:200]!r} {what}", 127)
-    while not await node.in_thread(_is_caught, made.pid, RELEASE):
+    while not await node.in_thread(_holds, made.pid, str(args[0]), RELEASE):
         await running(node, made.container)
         await asyncio.sleep(0.001)
     await patiently(lambda: node.tasks.kill(made.container.id, RELEASE))
@@ -362,9 +362,13 @@ def _executable(first: int, candidates: list[str]) -> bool:
         os.close(root)
 
 
-def _is_caught(pid: int, number: int) -> bool:
-    """Whether a process has a handler for a signal (proc(5), SigCgt): to a first process without one it would be lost."""
+def _holds(pid: int, program: str, number: int) -> bool:
+    """Whether a process is ``program``, and no longer the runtime that becomes it, and has a handler for a signal (proc(5),
+    SigCgt): to a first process without one it would be lost."""
     try:
+        with open(f"/proc/{pid}/cmdline", "rb") as file:
+            if file.read(4096).partition(b"\0")[0] != os.fsencode(program):
+                return False
         with open(f"/proc/{pid}/status") as file:
             mask = next((line.split()[1] for line in file if line.startswith("SigCgt:")), "0")
     except OSError:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import logging
 import math
 import os
@@ -278,12 +279,38 @@ async def _enter(node: Node, entry: Container, *, again: bool = True) -> None:
             await to_the_end(remove(node, entry.id))
         if not isinstance(error, ContainerdError) or error.code != "ALREADY_EXISTS":
             raise
-        there = await _unless(_GONE, node.containers.get(entry.id)) if again else None
-        if not again or (there is not None and (LABEL not in there.labels or not await _is_left(node, there))):
+        if not again or not await _removed(node, entry.id):
             raise WeenvError(f"there is an environment {entry.id!r} already", hint=f"weenv rm {entry.id}") from error
-        if there is not None:
-            await to_the_end(remove(node, entry.id))
         await _enter(node, entry, again=False)
+
+
+async def _removed(node: Node, container: str) -> bool:
+    """Whether nothing of that name is there any more; what was left is removed. Raises WeenvError.
+
+    By one process of the node at a time: the second would remove what has been started since under the same name.
+    """
+    os.makedirs(node.directory, mode=0o700, exist_ok=True)
+    lock = os.open(os.path.join(node.directory, "left.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while not _locks(lock):  # noqa: ASYNC110 - another process has it
+            await asyncio.sleep(0.02)
+        there = await _unless(_GONE, node.containers.get(container))
+        if there is None:
+            return True
+        if LABEL not in there.labels or not await _is_left(node, there):
+            return False
+        await to_the_end(remove(node, container))
+        return True
+    finally:
+        os.close(lock)
+
+
+def _locks(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 async def _is_left(node: Node, item: Container) -> bool:
@@ -484,10 +511,11 @@ async def sweep(node: Node) -> list[str]:
         if not await _is_left(node, item):
             continue
         try:
-            await remove(node, item.id)
+            gone = await _removed(node, item.id)
         except WeenvError:
-            continue  # somebody else's sweep, or containerd is in trouble: the next command tries again
-        removed.append(item.id)
+            continue  # containerd is in trouble: the next command tries again
+        if gone:
+            removed.append(item.id)
     for lease in await node.namespace.list_leases(f'labels."{owner.LEASE_LABEL}"'):
         if await asyncio.to_thread(owner.is_orphan, lease.id, lease.labels):
             await _unless(_GONE, node.namespace.delete_lease(lease.id))  # what it kept is collected then

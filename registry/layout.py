@@ -52,7 +52,7 @@ class Layout:
     def __init__(self, path: str) -> None:
         self.path = path
         self._scratch = ""
-        self._made = self._made_directory = False
+        self._made = self._made_directory = self._made_index = False
 
     # -- reading ------------------------------------------------------------------------------------------------
 
@@ -162,6 +162,7 @@ class Layout:
             raise StorageError(f"cannot make {self.path}: there is no directory {parent}", hint=f"mkdir -p {parent}")
         marker = os.path.join(self.path, "oci-layout")
         self._made, self._made_directory = not os.path.exists(marker), not os.path.exists(self.path)
+        self._made_index = not os.path.exists(os.path.join(self.path, "index.json"))
         try:
             os.makedirs(os.path.join(self.path, "blobs", "sha256"), exist_ok=True)
             if self._made:
@@ -208,7 +209,7 @@ class Layout:
             return
         os.rmdir(os.path.join(self.path, "blobs", "sha256"))
         os.rmdir(os.path.join(self.path, "blobs"))
-        for name in ("index.json", "oci-layout"):
+        for name in (*(("index.json",) if self._made_index else ()), "oci-layout"):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.path, name))
         if self._made_directory:

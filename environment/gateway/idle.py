@@ -17,8 +17,9 @@ TICK: Final = 0.2
 
 
 def most_connections() -> int:
-    """Connections that are kept while they ask nothing: half of the descriptors that this process may have."""
-    return max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
+    """Connections that are kept while they ask nothing: half of the descriptors that this process may have, and no more
+    than some 200 MB of memory, of which each takes 13 KB."""
+    return min(1 << 14, max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
 
 
 class Idle:

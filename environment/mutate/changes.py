@@ -25,6 +25,8 @@ MAX_DEPTH = DEFAULT_LIMITS.max_depth
 """Directories in a path: what a layer may have."""
 MAX_DATA = 1 << 30
 """Bytes of all changed files together, which are held in memory."""
+MAX_NAMES = 64 << 20
+"""Bytes of the paths of all directories that are made: a plan of a few MiB can spell gigabytes of them."""
 _CAPABILITY = b"security.capability"
 
 
@@ -90,7 +92,7 @@ class Changes:
         self.view = view
         self.stamp = view.newest() + 1
         self._top = _Branch()
-        self._held = 0
+        self._held = self._spelt = 0
 
     # -- looking
 
@@ -260,18 +262,25 @@ class Changes:
     def make_directories(self, path: Path, *, owner: tuple[int, int] | None = None) -> Node:
         """The directory at a path, made with its missing parents (0755, owned as the one they are in). Raises PathError."""
         place = _Place(self.view.root, self._top, None)
+        branch = self._top
+        spelt = 0
         for depth, name in enumerate(path, 1):
             there = self._step(place, name)
+            branch = branch.names.setdefault(name, _Branch())
+            spelt += len(name) + 1
             if there is None:
                 made = path[:depth]
                 self._writable(made)
+                self._spelt += spelt
+                if self._spelt > MAX_NAMES:
+                    raise LimitError(f"the directories that are made have more than {MAX_NAMES} bytes of names",
+                                     member=text(made)[:200], hint="publish them as a group")  # fmt: skip
                 parent = self._node(place)
                 uid, gid = owner or (parent.uid, parent.gid)
-                before = place.branch.names.get(name) if place.branch is not None else None
                 # What a directory that was there had must not show through.
-                opaque = before is not None and before.touched
-                node = Node(DIRECTORY, 0o755, uid, gid, self.stamp, opaque=opaque)
-                there = _Place(None, self._set(made, node), node)
+                node = Node(DIRECTORY, 0o755, uid, gid, self.stamp, opaque=branch.touched)
+                branch.node, branch.touched = node, True
+                there = _Place(None, branch, node)
             if there.kind != DIRECTORY:
                 raise PathError("is no directory", member=text(path[:depth]))
             place = there

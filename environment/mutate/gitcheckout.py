@@ -39,6 +39,8 @@ MAX_HASHED = 64 << 20
 _MAX_CHANGES = 200_000
 _MAX_NAMES = 64 << 20
 """Bytes of the names of all that differs."""
+_MAX_ATTRIBUTES = 8 << 20
+"""Bytes of all .gitattributes together."""
 _MAX_RULES = 20_000_000
 """Patterns of .gitattributes times files that they are asked about."""
 _DIRECTORY_MODE = 0o040000
@@ -175,16 +177,23 @@ class _Checkout:
         config = self.repo.config
         if config.get("core.autocrlf", "false").lower() == "true" or config.get("core.eol", "lf").lower() == "crlf":
             raise UnsupportedError("a repository that converts line endings", member=text(self.repo.gitdir))
-        rules = self._rules(b"", await self.repo.file(b"info", b"attributes") or b"")
-        for folder in sorted({path[: n + 1] for path in changed for n in range(-1, len(path)) if n < 0 or path[n] == 0x2F}):
+        rules = self._rules(b"", await self.repo.file(b"info", b"attributes", limit=_MAX_ATTRIBUTES) or b"")
+        room = _MAX_ATTRIBUTES
+        folders = sorted({path[: n + 1] for path in changed for n in range(-1, len(path)) if n < 0 or path[n] == 0x2F})
+        for number, folder in enumerate(folders):
+            if not number % 100:
+                await asyncio.sleep(0)
             item: Item | None = (_DIRECTORY_MODE, tree)
             for name in [*folder.split(b"/")[:-1], b".gitattributes"]:
                 item = (await self.repo.tree(item[1])).get(name) if item is not None and item[0] == _DIRECTORY_MODE else None
             if item is not None and item[0] in (REGULAR, EXECUTABLE):
-                rules += self._rules(folder, (await self.repo.object(item[1]))[1])
-        if len(rules) * len(changed) > _MAX_RULES:
-            raise LimitError("too many rules in .gitattributes for so many changes", member=text(self.repo.gitdir),
-                             hint="use a run mutation")  # fmt: skip
+                data = (await self.repo.object(item[1]))[1]
+                room -= len(data)
+                if room >= 0:
+                    rules += self._rules(folder, data)
+            if room < 0 or len(rules) * len(changed) > _MAX_RULES:
+                raise LimitError("too many rules in .gitattributes for so many changes", member=text(self.repo.gitdir),
+                                 hint="use a run mutation")  # fmt: skip
         for number, (path, (_, after)) in enumerate(changed.items()):
             if not number % 100:
                 await asyncio.sleep(0)

@@ -155,7 +155,10 @@ class Registry:
     def _settle(self) -> None:
         """Wait until all that was answered is in the log: no thread of the registry runs or wants to, and the log stays."""
         size, quiet = -1, 0
+        deadline = time.monotonic() + 60
         while quiet < 3:
+            if time.monotonic() > deadline:
+                raise Failed("the registry does not come to rest")
             now = os.path.getsize(self.log)
             quiet = quiet + 1 if now == size and not self._busy() else 0
             size = now

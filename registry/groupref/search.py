@@ -154,7 +154,8 @@ class Search:
         return [each for some in found for each in some]
 
     async def _one(self, layer: Descriptor) -> list[Signature | Rejected]:
-        if not self._afford(layer):
+        most = MAX_PAYLOAD if layer.media_type == PAYLOAD_TYPE else MAX_BUNDLE
+        if layer.size <= most and not self._afford(layer):  # what is larger is not read
             return []
         self.looked += 1
         found: list[Signature | Rejected] = []

@@ -61,16 +61,18 @@ lock: .venv/bin/ruff
 	.venv/bin/uv pip compile pyproject.toml requirements-build.in --extra dev --extra fuse --extra systemd $(LOCK) --upgrade --output-file requirements.lock
 	.venv/bin/uv pip compile requirements-build.in --constraint requirements.lock $(LOCK) --output-file requirements-build.lock
 
-# Only the runtime's dependencies are the lowest; what tests need beside them is as it comes.
+# Only the runtime's dependencies are the lowest; what tests need beside them is as it comes. The oldest aiohttp leaves a
+# connection to the collector now and then; what is left out needs pyfuse3, of which there is no wheel.
 lowest: .venv/bin/ruff
 	.venv/bin/python -m pip install --quiet uv
 	rm -rf .venv-lowest && .venv/bin/uv venv --quiet --python .venv/bin/python .venv-lowest
 	.venv/bin/uv pip compile pyproject.toml --only-binary :all: --resolution lowest-direct --quiet \
 		--no-emit-index-url --no-emit-find-links --output-file .venv-lowest/requirements.txt
 	.venv/bin/uv pip install --quiet --python .venv-lowest/bin/python --only-binary :all: --requirement .venv-lowest/requirements.txt \
-		pytest pytest-asyncio pytest-timeout hypothesis jsonschema kubernetes-validate matplotlib pyzstd tomlkit docker
+		pytest pytest-asyncio pytest-timeout hypothesis jsonschema kubernetes-validate matplotlib pyzstd tomlkit docker hatchling editables
 	.venv/bin/uv pip install --quiet --python .venv-lowest/bin/python --no-deps --editable .
-	.venv-lowest/bin/python -m pytest -m "not soak and not root" tests $(PYTEST_ARGS)
+	.venv-lowest/bin/python -m pytest -m "not soak and not root" -W "ignore::pytest.PytestUnraisableExceptionWarning" \
+		--deselect "tests/test_accepting.py::test_nobody_dies_or_spins_for_want_of_descriptors[host]" tests $(PYTEST_ARGS)
 
 clean:
 	rm -rf .venv .venv-lowest .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist build bench-results

@@ -172,7 +172,7 @@ def test_imports_in_a_circle_end(tmp_path: Path) -> None:
         ({"c.toml": 'imports = ["/dev/zero"]\n'}, "no regular file"),
         ({"c.toml": 'imports = ["/dev/null/x"]\n'}, "not there"),
         ({"c.toml": 'imports = ["a\\u0000b"]\n'}, "null"),
-        ({"c.toml": 'imports = ["."]\n'}, "directory"),
+        ({"c.toml": 'imports = ["."]\n'}, "no regular file"),
         ({"c.toml": 'imports = ["b.toml"]\n', "b.toml": "#" * (5 << 20)}, "larger than"),
         ({"c.toml": 'imports = ["b*"]\n', **{f"b{n}": f"# {n}" + "x" * 300_000 for n in range(6)}}, "imports too much"),
         ({"c.toml": 'imports = ["b*"]\n', **{f"b{n}": "" for n in range(120)}}, "imports too much"),

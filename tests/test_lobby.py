@@ -179,9 +179,7 @@ def begin(root: str, listener: socket.socket, above: str) -> subprocess.Popen[by
 def cleanup(path: str) -> None:
     """A call that containerd makes."""
     with grpc.insecure_channel(f"unix:{path}", options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
-        channel.unary_unary(
-            f"/{SNAPSHOTS_SERVICE}/Cleanup", EMPTY.SerializeToString, EMPTY.FromString, _registered_method=False
-        )(EMPTY(), timeout=60)
+        channel.unary_unary(f"/{SNAPSHOTS_SERVICE}/Cleanup", EMPTY.SerializeToString, EMPTY.FromString)(EMPTY(), timeout=60)
 
 
 def test_a_snapshotter_that_systemd_starts_greets_before_it_can_serve(tmp_path: Path, listener: socket.socket) -> None:

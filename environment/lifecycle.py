@@ -60,6 +60,8 @@ _GONE = frozenset({"NOT_FOUND"})
 _CLEARED = 15.0
 """Seconds for containerd to clear away a task that it has given up (core/runtime/v2, v2.1.9: 5 to delete it, 5 more for its
 shim's end, 3 for asking for that)."""
+_TAKEN = "container with given ID already exists"
+"""runc's words where it keeps something of that name (libcontainer/factory_linux.go, v1.1; error.go, v1.2)."""
 _UNREAD = 0.25
 """Seconds that an ended task's deletion takes at most, unless what its process wrote is not taken by anybody."""
 
@@ -249,6 +251,7 @@ async def _make_task(node: Node, container: str, mounts: list[Mount], stdio: Std
         except ContainerdError as error:
             moved += mount_moved(error.message)
             if is_cleared_away(error.message, container):
+                await node.in_thread(orphans.end, *_place(node, container))  # not ours, which has been refused
                 if time.monotonic() > until:
                     raise WeenvError(
                         f"containerd has not cleared away what an earlier {container!r} ran in: {error.message[-200:]}",
@@ -260,8 +263,10 @@ async def _make_task(node: Node, container: str, mounts: list[Mount], stdio: Std
 
 
 def is_cleared_away(message: str, container: str) -> bool:
-    """Whether a task was not made because there is a directory (a bundle) of one of that name whose making was given up."""
-    return "mkdir " in message and message.rstrip().endswith(f"/{container}: file exists")
+    """Whether a task was not made because there is yet something of one of that name whose making was given up: the bundle of
+    containerd, or what runc keeps."""
+    text = message.rstrip()
+    return ("mkdir " in text and text.endswith(f"/{container}: file exists")) or _TAKEN in text
 
 
 def mount_moved(message: str) -> bool:
@@ -483,6 +488,10 @@ async def _delete_task(node: Node, container: str) -> None:
         await asyncio.gather(deleting, return_exceptions=True)
 
 
+def _place(node: Node, container: str) -> tuple[str, str, str, str]:
+    return node.run.address, node.run.namespace, container, node.cgroup(container)
+
+
 async def _in_the_making(node: Node, container: str) -> bool:
     """True where containerd has the task after all; else what its making or its deletion, given up by containerd, has left is
     ended. Raises WeenvError where something of that is still there.
@@ -498,8 +507,7 @@ async def _in_the_making(node: Node, container: str) -> bool:
             await asyncio.sleep(0.05)
             if await patiently(lambda: _unless(_GONE, node.tasks.get(container))) is not None:
                 return True
-    place = node.run.address, node.run.namespace, container, node.cgroup(container)
-    if not await node.in_thread(orphans.end, *place):
+    if not await node.in_thread(orphans.end, *_place(node, container)):
         raise WeenvError(f"{container} does not end", hint="is a process of it in uninterruptible sleep?")
     return False
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import random
 import re
+import shutil
 import signal
 import subprocess
 import threading
@@ -258,6 +259,19 @@ def test_what_was_to_be_removed_at_its_end_is_without_its_task(bench: Bench, how
     bench.ok("rm", "--sweep")
     wait_until("its shim to end", lambda: not orphans.makers(NAMESPACE, name), 60)
     assert not bench.left()
+
+
+@soak
+def test_what_the_runtime_keeps_of_one_that_was_given_up_is_in_nobodys_way(bench: Bench) -> None:
+    name = f"same-{os.getpid()}"
+    child = bench.popen("run", "--rm", "--name", name, bench.plan, "--", "sleep", "1000", stdout=subprocess.DEVNULL)
+    wait_until("it to run", lambda: cgroup_processes(f"{bench.cgroup}/{name}"), 60)
+    state = os.path.join(RUNTIME_ROOT, NAMESPACE, name)
+    shutil.copytree(state, f"{state}.kept", ignore=lambda folder, names: [x for x in names if not x.endswith("json")])
+    bench.ok("rm", "-f", name)
+    child.wait(60)
+    os.rename(f"{state}.kept", state)
+    assert bench.ok("run", "--rm", "--name", name, bench.plan, "--", "echo", "again") == "again\n"
 
 
 @soak

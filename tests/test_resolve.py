@@ -476,8 +476,12 @@ async def test_a_complete_layer_takes_the_place_of_the_lazy_one(root: str, regis
         await n.layers.tend_once()
         assert n.plane.calls["replace", layer.digest] == 0
         n.plane.better[layer.digest] = Attachment(COMPLETE)
+        (row,) = n.store.layers()
+        assert n.layers.attached([row.id])  # somebody is told of it just now, and mounts it a moment later
+        await n.layers.tend_once(rest=60)
+        assert n.plane.calls["replace", layer.digest] == 0
         await n.layers.tend_once()
-        await n.layers.tend_once()
+        await n.layers.tend_once(rest=60)
         assert n.plane.calls["replace", layer.digest] == 1
         assert [row.mode for row in n.store.layers()] == [COMPLETE]
 

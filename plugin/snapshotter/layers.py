@@ -31,6 +31,10 @@ log = logging.getLogger(__name__)
 
 _AT_ONCE = 4
 """Layers mounted at once when many are to be."""
+_REST = 2.0
+"""Seconds in which nobody was told of a layer, before a complete one gets its better mount: runtimes mount at once."""
+_LONGEST = 10.0
+"""Seconds that are waited for such a rest."""
 _FILES = ("data", "toc", "meta.erofs", "present")
 
 
@@ -49,6 +53,10 @@ class Layers:
         self._broken: dict[int, str] = {}
         self._pins: Counter[str] = Counter()
         self._fresh: dict[str, float] = {}
+        self._handed: dict[int, float] = {}
+        """Layer -> when a runtime was last told where it is mounted (monotonic)."""
+        self._waits: dict[int, float] = {}
+        """Layer -> since when a better mount waits for a moment in which nobody was told."""
         self._strays = False
         self._slots = asyncio.Semaphore(_AT_ONCE)
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="sweep")
@@ -62,7 +70,8 @@ class Layers:
     # what the protocol core asks
 
     def attached(self, layer_ids: Collection[int]) -> bool:
-        """True where all of them are mounted."""
+        """True where all of them are mounted; asked for whoever is told where."""
+        self._handed.update(dict.fromkeys(layer_ids, time.monotonic()))
         return all(map(self._attached.__contains__, layer_ids))
 
     def path(self, layer_id: int) -> str:
@@ -232,11 +241,24 @@ class Layers:
     async def tend(self, interval: float) -> None:
         """For ever: mount what is not mounted, mount complete layers from the plain file, follow a new blobfs."""
         while True:
-            await self.tend_once()
+            await self.tend_once(_REST)
             await asyncio.sleep(interval)
 
-    async def tend_once(self) -> None:
-        """One round of :meth:`tend`. What goes wrong is logged once per reason."""
+    def _rests(self, layer_id: int, rest: float) -> bool:
+        """Whether nobody was told of the layer for ``rest`` seconds, or that was waited for long enough.
+
+        A runtime that has found the old mount, and not yet stacked an overlay on it when it is taken away, is refused (EINVAL,
+        fs/namespace.c, clone_private_mount).
+        """
+        now = time.monotonic()
+        since = self._waits.setdefault(layer_id, now)
+        if now - self._handed.get(layer_id, 0.0) < rest and now - since < _LONGEST:
+            return False
+        del self._waits[layer_id]
+        return True
+
+    async def tend_once(self, rest: float = 0.0) -> None:
+        """One round of :meth:`tend`. What goes wrong is logged once per reason. ``rest``: see :meth:`_rests`."""
         loop = asyncio.get_running_loop()
         for layer in self.store.layers():
             if self.store.layer_by_id(layer.id) is None:
@@ -248,7 +270,9 @@ class Layers:
                     await self._join(layer.id)
                     if reason is not None:
                         log.info("layer is mounted again", extra={"layer": layer.digest})
-                elif await loop.run_in_executor(self._threads, self.plane.wanted, layer.digest, attachment):
+                elif await loop.run_in_executor(self._threads, self.plane.wanted, layer.digest, attachment) and (
+                    attachment.mode == COMPLETE or self._rests(layer.id, rest)
+                ):
                     await self._replace(layer.id)
                 if not layer.durable:
                     await loop.run_in_executor(self._threads, _sync, self.dirs.path(layer.digest))
@@ -280,8 +304,8 @@ class Layers:
         for layer in self.store.unused_layers():
             if self._kept(layer.digest) or layer.id in self._attaching or not self.store.forget_layer(layer.id):
                 continue
-            self._attached.pop(layer.id, None)
-            self._broken.pop(layer.id, None)
+            for table in (self._attached, self._broken, self._handed, self._waits):
+                table.pop(layer.id, None)
             gone.append(self.path(layer.id))
         known = {layer.digest for layer in self.store.layers()}
         discarded = [digest for digest in self.dirs.known() if digest not in known and not self._kept(digest)]

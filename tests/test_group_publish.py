@@ -142,7 +142,9 @@ async def test_damaged_blobs_are_not_spread(tmp_path: Path) -> None:
         held[digest] = held[digest][:-1] + b"?"
         with pytest.raises(VerificationError):
             await move(client, f"{sim.host}/a:1", f"oci:{tmp_path}/back:1")
-        assert not (tmp_path / "back").exists()
+        if (tmp_path / "back").exists():  # others of its blobs may have been quicker
+            back = Layout(str(tmp_path / "back"))
+            assert not back.index().manifests and not os.path.exists(back.blob_path(digest))
         path = Path(Layout(str(tmp_path / "l")).blob_path(digest))
         path.write_bytes(path.read_bytes()[:-1] + b"?")
         with pytest.raises(VerificationError):

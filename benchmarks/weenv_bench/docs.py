@@ -88,7 +88,7 @@ _FIRST_READS = (
 )
 _WHY = {
     "pull to end of series / overlayfs, zstd":
-        "Near the limit either way: 0.51, 0.55, 0.58 and 0.58 in four runs. " + _FIRST_READS,
+        "Near the limit either way: 0.51 to 0.58 in six runs. " + _FIRST_READS,
     "the same / the work alone (overlayfs' own commands)": _FIRST_READS,
     "agent, all local, page cache cold / overlayfs":
         "One mapped program of 240 MB, read by page faults. A complete layer's mount has its disk's read-ahead, 1 MiB at most, "
@@ -96,6 +96,9 @@ _WHY = {
         + _COLD.format("0.86 and 0.97"),
     "tests, all local, page cache cold / overlayfs":
         "Small files and libraries by page faults, near 1 either way. " + _COLD.format("0.93 and 1.07"),
+    "weenv run --rm PLAN -- true, warm / ctr run of a plain local image":
+        "At the limit: 1.03, 1.11, 1.16, 1.16 and 1.20 in five runs; rounds of one run differ by more than that. 60 of its 130 ms are "
+        "Python's start and imports, which programs that use the Python API pay once.",
 }  # fmt: skip
 """Why a row is missed, by its name; a row without a reason says so."""
 

@@ -23,14 +23,14 @@ Root = tuple[int, Path]
 def root(tmp_path: Path) -> Iterator[Root]:
     """A root, as a descriptor and as a path, beside which there is something to reach."""
     (tmp_path / "outside").mkdir()
-    (tmp_path / "root" / "work").mkdir(parents=True)
+    (tmp_path / "root" / "area").mkdir(parents=True)
     fd = os.open(tmp_path / "root", os.O_PATH | os.O_DIRECTORY)
     yield fd, tmp_path / "root"
     os.close(fd)
     assert not os.listdir(tmp_path / "outside")
 
 
-def put(root: Root, data: bytes, path: str = "/work") -> None:
+def put(root: Root, data: bytes, path: str = "/area") -> None:
     unpack(root[0], path, io.BytesIO(data), owner=ME, parents=ME)
 
 
@@ -93,12 +93,12 @@ def test_nothing_leads_out(root: Root, tmp_path: Path) -> None:
     outside = str(tmp_path / "outside")
     up = "../" * 20
     put(root, archive(({"name": "/etc/file"}, b"in"), ({"name": "l", "type": tarfile.SYMTYPE, "linkname": outside}, b"")))
-    assert (root[1] / "work" / "etc" / "file").read_bytes() == b"in"
+    assert (root[1] / "area" / "etc" / "file").read_bytes() == b"in"
     (root[1] / outside.lstrip("/")).mkdir(parents=True)
     put(root, archive(({"name": "l/made"}, b"inside")))  # -> <outside>/made of the environment
     assert (root[1] / outside.lstrip("/") / "made").read_bytes() == b"inside"
     put(root, archive(({"name": "dots"}, b"x")), f"/{up}work")
-    assert (root[1] / "work" / "dots").exists()
+    assert (root[1] / "area" / "dots").exists()
     for fields in (
         {"name": f"{up}x"}, {"name": "a/../../x"}, {"name": "h", "type": tarfile.LNKTYPE, "linkname": f"{up}etc/passwd"},
         {"name": "p", "type": tarfile.FIFOTYPE}, {"name": "d", "type": tarfile.CHRTYPE, "devmajor": 1, "devminor": 3},
@@ -107,18 +107,18 @@ def test_nothing_leads_out(root: Root, tmp_path: Path) -> None:
             put(root, archive((fields, b"")))
     with pytest.raises(FileError):
         put(root, archive(({"name": "h", "type": tarfile.LNKTYPE, "linkname": "etc/passwd"}, b"")))
-    link = root[1] / "work" / "out"
+    link = root[1] / "area" / "out"
     link.symlink_to("/../../outside")
     (tmp_path / "outside" / "secret").write_text("secret")
     try:
         with pytest.raises(FileError):
-            pack(root[0], "/work/out/secret", limit=1 << 20)
+            pack(root[0], "/area/out/secret", limit=1 << 20)
     finally:
         (tmp_path / "outside" / "secret").unlink()
 
 
 def test_what_is_there_is_replaced_and_not_written_through(root: Root) -> None:
-    work = root[1] / "work"
+    work = root[1] / "area"
     (work / "kept").write_text("kept")
     (work / "link").symlink_to("kept")
     (work / "twin").write_text("old")
@@ -127,7 +127,7 @@ def test_what_is_there_is_replaced_and_not_written_through(root: Root) -> None:
     assert (work / "kept").read_text() == "kept" and not (work / "link").is_symlink()
     assert (work / "other").read_text() == "old"
     (work / "folder").mkdir()
-    with pytest.raises(FileError, match="/work/folder cannot be written: Is a directory"):
+    with pytest.raises(FileError, match="/area/folder cannot be written: Is a directory"):
         put(root, archive(({"name": "folder"}, b"")))
 
 
@@ -143,14 +143,14 @@ def test_damage_is_said(root: Root, cut: int) -> None:
 
 
 def test_what_is_too_large_or_not_there_is_said(root: Root) -> None:
-    (root[1] / "work" / "large").write_bytes(bytes(100_000))
+    (root[1] / "area" / "large").write_bytes(bytes(100_000))
     with pytest.raises(LimitError, match="more than 50000 bytes"):
-        pack(root[0], "/work", limit=50_000)
-    with pytest.raises(FileError, match="/work/none cannot be read"):
-        pack(root[0], "/work/none", limit=50_000)
-    assert names(pack(root[0], "/work/large", limit=1 << 20)) == ["large"]
-    os.mkfifo(root[1] / "work" / "pipe")
-    assert names(pack(root[0], "work", limit=1 << 20)) == ["work", "work/large"]
+        pack(root[0], "/area", limit=50_000)
+    with pytest.raises(FileError, match="/area/none cannot be read"):
+        pack(root[0], "/area/none", limit=50_000)
+    assert names(pack(root[0], "/area/large", limit=1 << 20)) == ["large"]
+    os.mkfifo(root[1] / "area" / "pipe")
+    assert names(pack(root[0], "area", limit=1 << 20)) == ["area", "work/large"]
 
 
 def test_a_file_object_is_read_as_it_comes(root: Root) -> None:
@@ -158,5 +158,5 @@ def test_a_file_object_is_read_as_it_comes(root: Root) -> None:
     with open(reader, "rb") as source, open(writer, "wb") as sink:
         sink.write(archive(({"name": "a"}, b"piped")))
         sink.close()
-        unpack(root[0], "/work", source, owner=ME, parents=ME)
-    assert (root[1] / "work" / "a").read_bytes() == b"piped"
+        unpack(root[0], "/area", source, owner=ME, parents=ME)
+    assert (root[1] / "area" / "a").read_bytes() == b"piped"

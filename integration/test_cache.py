@@ -187,7 +187,8 @@ def test_a_complete_layer_goes_once_those_are_gone_that_read_it_without_us(small
     assert full > STREAM
     refused = pruned(small)
     assert refused.stdout.startswith("took out 0 frames")
-    assert refused.stderr.count("it can go when that has been removed") == 2 and f"(used by {namespace}/{name})" in refused.stderr
+    assert refused.stderr.count("it can go when that has been removed") == 2
+    assert f"(used by {namespace}/{name})" in refused.stderr
     wait_until("the kernel to have them again", lambda: modes(small) == {"complete"}, 60)
     small.expect("nothing can be evicted")
     rebound(small, f"high = {high}\ninterval = 0.1")

@@ -97,8 +97,8 @@ _WHY = {
     "tests, all local, page cache cold / overlayfs":
         "Small files and libraries by page faults, near 1 either way. " + _COLD.format("0.93 and 1.07"),
     "weenv run --rm PLAN -- true, warm / ctr run of a plain local image":
-        "At the limit: 1.03, 1.11, 1.16, 1.16 and 1.20 in five runs; rounds of one run differ by more than that. 60 of its 130 ms "
-        "are Python's start and imports, which programs that use the Python API pay once.",
+        "At the limit: 1.03, 1.11, 1.16, 1.16 and 1.20 in five runs; rounds of one run differ by more than that. 60 of its "
+        "130 ms are Python's start and imports, which programs that use the Python API pay once.",
 }  # fmt: skip
 """Why a row is missed, by its name; a row without a reason says so."""
 

@@ -10,10 +10,12 @@ import click
 
 from weenv.cli import render
 from weenv.cli.reach import Reach, reaching
+from weenv.core.errors import FormatError
 
 if TYPE_CHECKING:
     from weenv.layer.profile import Encoded
     from weenv.layer.toc import Frames
+    from weenv.plugin.snapshotter.recorded import Recorded
     from weenv.registry.endpoints import Source
     from weenv.registry.manifest import Descriptor
 
@@ -105,34 +107,37 @@ def show(image: str, as_json: bool, reach: Reach) -> None:
 async def _look(image: str, reach: Reach) -> list[_Row]:
     from weenv.converter.profile import images
     from weenv.layer.profile import timeline
-    from weenv.plugin.snapshotter.recorded import records
+    from weenv.plugin.snapshotter.recorded import look, needs
     from weenv.registry.client import RegistryClient
-    from weenv.registry.endpoints import LayoutEnd, RegistryEnd
-    from weenv.registry.reference import LayoutLocation, parse_location
+    from weenv.registry.endpoints import open_end
+    from weenv.registry.reference import parse_location
 
     location, root = parse_location(image), _root(reach)
     rows = []
     async with RegistryClient(reach.registry()) as client:
-        source: Source = LayoutEnd(location) if isinstance(location, LayoutLocation) else RegistryEnd(client, location)
+        source = open_end(client, location)
         for platform, manifest in await images(source):
-            digests = [layer.digest for layer in manifest.layers]
-            needed = timeline(await asyncio.to_thread(records, root, digests))
+            known = await asyncio.to_thread(look, root, [layer.digest for layer in manifest.layers])
+            needed = timeline(needs(known))
             for number, layer in enumerate(manifest.layers, 1):
-                rows.append(await _row(source, root, platform, number, layer, needed.get(layer.digest, [])))
+                here, when = known.get(layer.digest), needed.get(layer.digest, [])
+                rows.append(await _row(source, platform, number, layer, here, when))
     return rows
 
 
-async def _row(source: Source, root: str, platform: str, number: int, layer: Descriptor, needed: list[tuple[int, int]]) -> _Row:
-    from weenv.core.errors import FormatError
+async def _row(
+    source: Source, platform: str, number: int, layer: Descriptor, here: Recorded | FormatError | None,
+    needed: list[tuple[int, int]],
+) -> _Row:  # fmt: skip
     from weenv.layer.profile import UNITS, decode
     from weenv.layer.verify import parse_annotations, verify_frames
-    from weenv.plugin.snapshotter.recorded import recorded
 
     try:
         claimed = parse_annotations(layer.annotations)
         if claimed is None:
             return _Row(platform, number, layer, 0, None, None, "not in the lazy format")
-        here = await asyncio.to_thread(recorded, root, layer.digest)
+        if isinstance(here, FormatError):
+            raise here
         if here is not None:
             frames = here.frames
         else:
@@ -260,13 +265,13 @@ async def _forget(image: str, reach: Reach) -> int:
     from weenv.plugin.snapshotter.cache import reads
     from weenv.plugin.snapshotter.layerdir import LayerDirs
     from weenv.registry.client import RegistryClient
-    from weenv.registry.endpoints import LayoutEnd, RegistryEnd
-    from weenv.registry.reference import LayoutLocation, parse_location
+    from weenv.registry.endpoints import open_end
+    from weenv.registry.reference import parse_location
 
     location, root = parse_location(image), _root(reach)
     async with RegistryClient(reach.registry()) as client:
-        source: Source = LayoutEnd(location) if isinstance(location, LayoutLocation) else RegistryEnd(client, location)
-        digests = sorted({layer.digest for _, manifest in await images(source) for layer in manifest.layers})
+        found = await images(open_end(client, location))
+        digests = sorted({layer.digest for _, manifest in found for layer in manifest.layers})
     socket = from_table(reach.tables().get("blobfs", {})).status_socket
     answer = await asyncio.to_thread(ask, socket, {"op": "forget", "layers": digests})
     if answer is not None:

@@ -41,7 +41,7 @@ from weenv.layer.toc import Frames, Toc
 from weenv.layer.tree import Scan, scan_tar
 from weenv.layer.verify import MEDIA_TYPE
 from weenv.registry.client import RegistryClient
-from weenv.registry.endpoints import Destination, LayoutEnd, RegistryEnd, Source
+from weenv.registry.endpoints import Destination, LayoutEnd, RegistryEnd, Source, open_end
 from weenv.registry.groupref.build import Documents, GroupSpec, cut_group, new_group, parse_layers
 from weenv.registry.groupref.resolve import choose
 from weenv.registry.manifest import MAX_CONFIG, Descriptor, Manifest, parse_config, parse_manifest
@@ -127,8 +127,7 @@ async def group_from_image(
     async with _destination(reference, options, parse_location(image)) as destination:
         client = destination.client if isinstance(destination, RegistryEnd) else None
         async with _client(options, client) as usable:
-            location = parse_location(image)
-            source = LayoutEnd(location) if isinstance(location, LayoutLocation) else RegistryEnd(usable, location)
+            source = open_end(usable, parse_location(image))
             manifest = await _image(source, spec.platform, image)
             config = await source.small(manifest.config, MAX_CONFIG)
             chosen = parse_layers(layers, len(manifest.layers)) if layers else range(len(manifest.layers))

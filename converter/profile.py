@@ -35,13 +35,17 @@ class Published:
 
 
 class _Profiling(Conversion):
-    def __init__(self, source: Source, destination: Destination, options: ConvertOptions, records: Records) -> None:
+    def __init__(
+        self, source: Source, destination: Destination, options: ConvertOptions,
+        records: Mapping[str, Sequence[tuple[int, int]]],
+    ) -> None:  # fmt: skip
         super().__init__(source, destination, options, None)
         self._records = records
         self.profiles: dict[str, Encoded] = {}
 
     async def manifest(self, manifest: Manifest, old: Descriptor, platform: str) -> tuple[Descriptor, bytes]:
-        found = self._records([layer.digest for layer in manifest.layers]) if manifest.is_image else {}
+        layers = dict.fromkeys(layer.digest for layer in manifest.layers) if manifest.is_image else {}
+        found = {digest: self._records[digest] for digest in layers if digest in self._records}
         if not any(found.values()):
             return await self._as_it_is(manifest, old, platform, "nothing of it was recorded")
         for digest, needed in timeline(found).items():
@@ -73,13 +77,14 @@ async def publish_profile(src: str, dst: str, records: Records, *, options: Conv
         )
         stack.push_async_callback(destination.close)
         digests = [layer.digest for _, manifest in await images(source) for layer in manifest.layers]
-        if not any(records(digests).values()):
+        recorded = records(digests)
+        if not any(recorded.values()):
             raise InvalidRequest(
                 f"nothing of {src} was recorded on this node",
                 hint="run a container of it here first; a layer that was complete before anything was read is not seen: "
                 "remove the image and its containers, or weenv cache prune it, and start again",
             )
-        work = _Profiling(source, destination, options, records)
+        work = _Profiling(source, destination, options, recorded)
         result = await convert_between(source, destination, options, src=src, dst=dst, work=work)
         return Published(result, work.profiles)
 

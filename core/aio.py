@@ -1,4 +1,4 @@
-"""Small asyncio pieces: one flight per key, locks per key, background tasks that are never lost or silent, room for many."""
+"""Small asyncio pieces: one flight per key, background tasks that are never lost or silent, room for many."""
 
 from __future__ import annotations
 

@@ -51,6 +51,23 @@ def only_instance(root: str, what: str, name: str = "lock", *, patience: float =
         os.close(fd)
 
 
+def try_lock(path: str) -> int | None:
+    """A descriptor that holds the lock file ``path``, or None where another has it; only its holder may remove the file.
+
+    Raises OSError.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with contextlib.suppress(FileNotFoundError):
+            if os.stat(path).st_ino == os.fstat(fd).st_ino:
+                return fd
+    except BlockingIOError:
+        pass
+    os.close(fd)
+    return None
+
+
 def holder_of(root: str, name: str = "lock") -> tuple[bool, int]:
     """Whether a process holds ``<root>/<name>``, and its process id, 0 where that cannot be told. Raises OSError."""
     try:

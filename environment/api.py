@@ -37,7 +37,7 @@ from weenv.environment.model import Plan
 from weenv.environment.node import Node, NodeConfig, load
 from weenv.environment.notlazy import LABEL as NOT_LAZY
 from weenv.environment.notlazy import NotLazyGroup, from_label
-from weenv.environment.rootfs import open_process_root, read_account_files, read_file, write_file
+from weenv.environment.rootfs import process_root, read_account_files, read_file, write_file
 from weenv.environment.spec import Options
 from weenv.environment.users import User, resolve_user
 from weenv.plugin.containerd.runtime import Container, Status
@@ -50,6 +50,15 @@ def _settings(config: NodeConfig | str | os.PathLike[str] | None) -> NodeConfig:
     if isinstance(config, NodeConfig):
         return config
     return load() if config is None else load(arguments.path("config", config))
+
+
+def _check_process(made_by: int, what: str) -> None:
+    """Raise ForkedError where another process has made it."""
+    if made_by != os.getpid():
+        raise ForkedError(
+            f"{what} was started by process {made_by}, from which this one was forked",
+            hint="attach to it by name in a process that was spawned",
+        )
 
 
 class AsyncEnvironment:
@@ -152,11 +161,7 @@ class AsyncEnvironment:
     def _usable(self) -> None:
         """Raises ForkedError, NoSuchEnvironment, ArgumentError where it cannot be used from here, or any more."""
         process, loop = self._home
-        if process != os.getpid():
-            raise ForkedError(
-                f"{self.id} was started by process {process}, from which this one was forked",
-                hint="attach to it by name in a process that was spawned",
-            )
+        _check_process(process, self.id)
         if self._closed:
             raise lifecycle.NoSuchEnvironment(f"{self.id} is closed")
         if loop is not asyncio.get_running_loop():
@@ -210,11 +215,8 @@ class AsyncEnvironment:
         return await execute(self._node, self._container, self.pid, command, feed=feed)
 
     def _user(self, text: str) -> User:
-        root = open_process_root(self.pid)
-        try:
+        with process_root(self.pid) as root:
             return resolve_user(text, *read_account_files(root))
-        finally:
-            os.close(root)
 
     async def read_file(self, path: str, *, limit: int = LIMIT) -> bytes:
         """The bytes of a regular file, at most ``limit``. Raises FileError, LimitError."""
@@ -222,11 +224,8 @@ class AsyncEnvironment:
         path, limit = arguments.path("path", path), arguments.whole("limit", limit)
 
         def read() -> bytes:
-            root = open_process_root(self.pid)
-            try:
+            with process_root(self.pid) as root:
                 return read_file(root, path, limit=limit)
-            finally:
-                os.close(root)
 
         return await self._node.in_thread(read)
 
@@ -243,11 +242,8 @@ class AsyncEnvironment:
         whose = arguments.owner("owner", owner) or self._ids()
 
         def write() -> None:
-            root = open_process_root(self.pid)
-            try:
+            with process_root(self.pid) as root:
                 write_file(root, path, content, mode=mode, owner=whose)
-            finally:
-                os.close(root)
 
         await self._node.in_thread(write)
 
@@ -263,11 +259,8 @@ class AsyncEnvironment:
         whose = arguments.owner("owner", owner)
 
         def write() -> None:
-            root = open_process_root(self.pid)
-            try:
+            with process_root(self.pid) as root:
                 archives.unpack(root, path, source, owner=whose, parents=self._ids())
-            finally:
-                os.close(root)
 
         await self._node.in_thread(write)
 
@@ -280,11 +273,8 @@ class AsyncEnvironment:
         path, limit = arguments.path("path", path), arguments.whole("limit", limit)
 
         def read() -> bytes:
-            root = open_process_root(self.pid)
-            try:
+            with process_root(self.pid) as root:
                 return archives.pack(root, path, limit=limit)
-            finally:
-                os.close(root)
 
         return await self._node.in_thread(read)
 
@@ -330,12 +320,11 @@ class _Portal:
         came too late for that, ``undo`` gets the result."""
         result: Future[T] = Future()
         tasks: list[asyncio.Task[T]] = []
-        if self.pid != os.getpid():
+        try:
+            _check_process(self.pid, "this environment")
+        except ForkedError:
             work.close()
-            raise ForkedError(
-                f"this environment was started by process {self.pid}, from which this one was forked",
-                hint="attach to it by name in a process that was spawned",
-            )
+            raise
 
         def begin() -> None:
             tasks.append(self.loop.create_task(work))

@@ -15,7 +15,7 @@ from weenv.core.errors import WeenvError
 from weenv.environment import lifecycle
 from weenv.environment.node import Node
 from weenv.environment.recall import Ready
-from weenv.environment.requested import GRACE, PATIENCE, TIMED_OUT, UNREAD, told, unread
+from weenv.environment.requested import GRACE, PATIENCE, TIMED_OUT, UNREAD, last_words, told, unread
 from weenv.environment.spec import Options, command
 from weenv.environment.stdio import CHUNK, Streams, Written
 from weenv.plugin.containerd.client import ContainerdError
@@ -28,10 +28,6 @@ PASSED = (signal.SIGUSR1, signal.SIGUSR2)
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
 """Exit status where nobody reads our output any more, as of whoever writes there himself."""
-
-
-_KEPT = 8192
-"""Bytes of standard error in which a runtime's last words are looked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +53,7 @@ class _Last(Written):
         self.last = b""
 
     def __call__(self, data: bytes) -> asyncio.Future[None] | None:
-        self.last = (self.last + bytes(data[-_KEPT:]))[-_KEPT:]
+        self.last = last_words(self.last, data)
         return super().__call__(data)
 
 
@@ -235,14 +231,11 @@ async def added(
     pid = await lifecycle.running(node, container)
     who = None
     if user:
-        from weenv.environment.rootfs import open_process_root, read_account_files
+        from weenv.environment.rootfs import process_root, read_account_files
         from weenv.environment.users import resolve_user
 
-        root = open_process_root(pid)
-        try:
+        with process_root(pid) as root:
             who = resolve_user(user, *read_account_files(root))
-        finally:
-            os.close(root)
     run = Command(tuple(args), dict(env or {}), cwd, who, timeout, terminal=terminal)
     loop = asyncio.get_running_loop()
     began: asyncio.Future[str] = loop.create_future()

@@ -19,6 +19,11 @@ _CONFIG = "containerd.io/gc.ref.content.config"
 _SNAPSHOT = "containerd.io/gc.ref.snapshot."
 
 
+async def composed(space: Namespaced) -> list[Image]:
+    """The images that plans were composed to in a namespace. Raises ContainerdError."""
+    return [image for image in await space.list_images() if image.name.startswith(f"{used.HOST}/")]
+
+
 async def unused(
     space: Namespaced, snapshotter: str, before: float | None = None, directory: str = ""
 ) -> tuple[list[Image], int]:  # fmt: skip
@@ -28,7 +33,7 @@ async def unused(
     of a docker container that is stopped. ``before`` (seconds since 1970): only those composed before, and not used since
     as far as the node's ``directory`` (NodeConfig.directory) tells. Raises ContainerdError.
     """
-    images = [image for image in await space.list_images() if image.name.startswith(f"{used.HOST}/")]
+    images = await composed(space)
     # Before the containers are listed: who starts one notes the use first.
     times = await asyncio.to_thread(lambda: {image.name: last_use(image, directory, space.name) for image in images})
     named = {container.image for container in await Containers(space).find()}
@@ -85,13 +90,15 @@ async def _labels(space: Namespaced, digest: str) -> Mapping[str, str]:
 
 async def remove(space: Namespaced, images: list[Image]) -> int:
     """Remove images; how many were still there. containerd has collected what only they kept when this ends."""
-    gone = 0
-    for number, image in enumerate(images, 1):
-        try:
-            await space.delete_image(image.name, sync=number == len(images))
-        except ContainerdError as error:
-            if error.code != "NOT_FOUND":
-                raise
-        else:
-            gone += 1
-    return gone
+    return sum([await remove_one(space, image, sync=image is images[-1]) for image in images])
+
+
+async def remove_one(space: Namespaced, image: Image, *, sync: bool = False) -> bool:
+    """Remove an image; whether it was still there. ``sync``: containerd has collected what only it kept when this ends."""
+    try:
+        await space.delete_image(image.name, sync=sync)
+    except ContainerdError as error:
+        if error.code != "NOT_FOUND":
+            raise
+        return False
+    return True

@@ -27,7 +27,7 @@ from weenv.environment.lifecycle import (
 from weenv.environment.node import Node
 from weenv.environment.processes import MARKER, end_family, holds_pipe
 from weenv.environment.recall import Ready
-from weenv.environment.rootfs import FileError, find_program, open_process_root
+from weenv.environment.rootfs import FileError, find_program, process_root
 from weenv.environment.spec import (
     DEFAULT_PATH,
     INIT,
@@ -188,13 +188,10 @@ def _program(first: int, container: Container, command: Command) -> str:
     variables = dict(str(item).partition("=")[::2] for item in env) if isinstance(env, list) else {}
     path = command.env.get("PATH", variables.get("PATH", DEFAULT_PATH))
     try:
-        root = open_process_root(first)
+        with process_root(first) as root:
+            found = find_program(root, name, path)
     except FileError as error:
         raise NoSuchEnvironment(f"{container.id} does not run", hint="weenv ps --all shows how it ended") from error
-    try:
-        found = find_program(root, name, path)
-    finally:
-        os.close(root)
     if not found:
         raise StartError(f"the command cannot be executed: {name[:200]!r} is not in {path[:300]}", 127)
     return found
@@ -335,16 +332,17 @@ async def _release(node: Node, made: Started) -> None:
     The program has to be there now: nobody would be told later.
     """
     process = base_process(made.container)
-    args, cwd = process.get("args"), str(process.get("cwd") or "/")
-    behind = held_command([str(word) for word in args]) if isinstance(args, list) else None
-    if behind is None or not isinstance(args, list):
+    given, cwd = process.get("args"), str(process.get("cwd") or "/")
+    args = [str(word) for word in given] if isinstance(given, list) else []
+    behind = held_command(args)
+    if behind is None:
         return
     candidates, command = behind
     if not await node.in_thread(_executable, made.pid, [posixpath.join(cwd, name) for name in candidates]):
         searched = ":".join(posixpath.dirname(path) for path in candidates)[:300]
         what = "is not there" if "/" in command[0] else f"is not in {searched}"
         raise StartError(f"the command cannot be executed: {command[0][:200]!r} {what}", 127)
-    while not await node.in_thread(_holds, made.pid, str(args[0]), RELEASE):
+    while not await node.in_thread(_holds, made.pid, args[0], RELEASE):
         await running(node, made.container)
         await asyncio.sleep(0.001)
     await patiently(lambda: node.tasks.kill(made.container.id, RELEASE))
@@ -353,13 +351,10 @@ async def _release(node: Node, made: Started) -> None:
 def _executable(first: int, candidates: list[str]) -> bool:
     """Whether one of the absolute paths is a file that may be executed, as process ``first`` finds it."""
     try:
-        root = open_process_root(first)
+        with process_root(first) as root:
+            return any(find_program(root, posixpath.basename(path), posixpath.dirname(path)) for path in candidates)
     except FileError:
         return True  # it does not run: said by the next who asks
-    try:
-        return any(find_program(root, posixpath.basename(path), posixpath.dirname(path)) for path in candidates)
-    finally:
-        os.close(root)
 
 
 def _holds(pid: int, program: str, number: int) -> bool:

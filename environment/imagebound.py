@@ -12,8 +12,8 @@ import asyncio
 import time
 
 from weenv.environment import used
-from weenv.environment.composed import last_use, unused
-from weenv.plugin.containerd.client import ContainerdError, Namespaced
+from weenv.environment.composed import composed, last_use, remove_one, unused
+from weenv.plugin.containerd.client import Namespaced
 
 YOUNG = 60.0
 """Seconds after its last use for which an image stays in any case."""
@@ -24,7 +24,7 @@ async def bound(space: Namespaced, snapshotter: str, directory: str, keep: int) 
 
     ``directory`` is the node's own (NodeConfig.directory). Raises ContainerdError.
     """
-    names = {item.name for item in await space.list_images() if item.name.startswith(f"{used.HOST}/")}
+    names = {item.name for item in await composed(space)}
     if len(names) <= keep:
         return 0
     before = time.time() - YOUNG
@@ -33,12 +33,6 @@ async def bound(space: Namespaced, snapshotter: str, directory: str, keep: int) 
     for image in found[: len(names) - keep + keep // 10]:
         if await asyncio.to_thread(last_use, image, directory, space.name) >= before:
             continue  # it is being started
-        try:
-            await space.delete_image(image.name)
-        except ContainerdError as error:
-            if error.code != "NOT_FOUND":
-                raise
-        else:
-            gone += 1
+        gone += await remove_one(space, image)
     await asyncio.to_thread(used.forget, directory, space.name, names, before)
     return gone

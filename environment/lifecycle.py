@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import logging
 import math
 import os
@@ -31,6 +30,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from weenv.core.errors import WeenvError
+from weenv.core.process import try_lock
 from weenv.environment import accounts, admission, orphans, owner, used
 from weenv.environment.images import prepare
 from weenv.environment.model import Plan
@@ -295,10 +295,9 @@ async def _removed(node: Node, container: str) -> bool:
     By one process of the node at a time: the second would remove what has been started since under the same name.
     """
     os.makedirs(node.directory, mode=0o700, exist_ok=True)
-    lock = os.open(os.path.join(node.directory, "left.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    while (lock := try_lock(os.path.join(node.directory, "left.lock"))) is None:  # noqa: ASYNC110 - another process has it
+        await asyncio.sleep(0.02)
     try:
-        while not _locks(lock):  # noqa: ASYNC110 - another process has it
-            await asyncio.sleep(0.02)
         there = await _unless(_GONE, node.containers.get(container))
         if there is None:
             return True
@@ -308,14 +307,6 @@ async def _removed(node: Node, container: str) -> bool:
         return True
     finally:
         os.close(lock)
-
-
-def _locks(fd: int) -> bool:
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 async def _is_left(node: Node, item: Container) -> bool:

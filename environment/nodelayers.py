@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import hashlib
 import logging
 import os
@@ -29,6 +28,7 @@ from dataclasses import dataclass, replace
 
 from weenv.core.aio import SingleFlight, gather_all
 from weenv.core.errors import FormatError, LimitError, NotFoundInSource, StorageError, VerificationError
+from weenv.core.process import try_lock
 from weenv.core.rights import remedy
 from weenv.core.units import size as shown
 from weenv.environment.compose import LocalLayer, NotLazyError, StackedLayer
@@ -243,7 +243,7 @@ class NodeLayers:
             raise StorageError(
                 f"cannot write {self._work}: {error.strerror}", errno=error.errno or 0, hint=remedy(error)
             ) from error
-        while (fd := _try_lock(f"{place}.lock")) is None:  # noqa: ASYNC110 - another process's: nobody wakes us
+        while (fd := try_lock(f"{place}.lock")) is None:  # noqa: ASYNC110 - another process's: nobody wakes us
             await asyncio.sleep(_POLL)
         try:
             _unlink(f"{place}.in", f"{place}.out")
@@ -266,20 +266,6 @@ def wrong_content(layer: StackedLayer, diff_id: str) -> VerificationError:
     )
 
 
-def _try_lock(path: str) -> int | None:
-    """A descriptor that holds the lock, or None; the file may be removed by its holder only."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        with contextlib.suppress(FileNotFoundError):
-            if os.stat(path).st_ino == os.fstat(fd).st_ino:
-                return fd
-    except BlockingIOError:
-        pass
-    os.close(fd)
-    return None
-
-
 def _take_kept(layer: StackedLayer, path: str) -> bool:
     """Make what an attempt at converting the layer has fetched the file at ``path``, where it is there and whole."""
     kept = path.removesuffix(".in") + ".keep"
@@ -298,7 +284,7 @@ def _clear_dead(work: str) -> None:
     """Remove the files of processes that died."""
     for name in sorted({name.partition(".")[0] for name in os.listdir(work)}):
         place = os.path.join(work, name)
-        fd = _try_lock(f"{place}.lock")
+        fd = try_lock(f"{place}.lock")
         if fd is not None:
             _unlink(f"{place}.in", f"{place}.out", f"{place}.keep", f"{place}.lock")
             os.close(fd)

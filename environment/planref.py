@@ -26,8 +26,9 @@ from weenv.environment.model import Plan
 from weenv.environment.plan import parse_plan
 from weenv.environment.yamlnodes import Document, PlanError
 from weenv.registry.client import RegistryClient
+from weenv.registry.endpoints import open_end
 from weenv.registry.groupref.build import dump
-from weenv.registry.groupref.publish import open_end, writable
+from weenv.registry.groupref.publish import writable
 from weenv.registry.manifest import OCI_MANIFEST, Descriptor, Index, parse_manifest
 from weenv.registry.reference import Location
 

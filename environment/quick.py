@@ -23,7 +23,7 @@ from weenv.environment import accounts, admission, owner, recall, used
 from weenv.environment.outlet import AT_MOST, HURRY, LAST, Outlet
 from weenv.environment.quickclient import ALREADY_EXISTS, BROKEN, NOT_FOUND, QuickClient, QuickError
 from weenv.environment.record import LABEL_RM, check_id, completed, labels_of, new_id, spec_of, user_text
-from weenv.environment.requested import GRACE, PATIENCE, TIMED_OUT, UNREAD, options_of, told, unread
+from weenv.environment.requested import GRACE, PATIENCE, TIMED_OUT, UNREAD, last_words, options_of, told, unread
 from weenv.environment.runconfig import NodeConfig, load
 
 FLAGS = {"rm": "remove", "read-only": "read_only", "no-new-privileges": "no_new_privileges"}
@@ -52,8 +52,6 @@ _PASSED = (signal.SIGUSR1, signal.SIGUSR2)
 _RECONNECT = 60.0
 _LONGEST = 3600.0
 """Seconds to wait at a time: select(2) does not take any number."""
-_KEPT = 8192
-"""Bytes of standard error in which a runtime's last words are looked for."""
 
 
 def parse(argv: Sequence[str]) -> dict[str, Any] | None:
@@ -358,12 +356,13 @@ class _One:
                     if outlet.fd in writable:
                         outlet.flush()
                     if fd in readable and not outlet.pending:
-                        read, data = _copy(fd, outlet)
-                        if outlet.fd == 2:
-                            self.last = (self.last + data)[-_KEPT:]
-                        if read == 0:
+                        data = _copy(fd, outlet)
+                        if data == b"":
                             done.add(fd)
-                        left += max(0, read) if self.exit_status >= 0 else 0
+                        elif data is not None:
+                            if outlet.fd == 2:
+                                self.last = last_words(self.last, data)
+                            left += len(data) if self.exit_status >= 0 else 0
                 except BrokenPipeError:
                     return 128 + signal.SIGPIPE  # as who writes there himself; it is killed by being removed
 
@@ -498,11 +497,11 @@ class _One:
         asyncio.run(go())
 
 
-def _copy(source: int, outlet: Outlet) -> tuple[int, bytes]:
-    """Copy what is there: how much (0 at its end, -1 for nothing yet) and what."""
+def _copy(source: int, outlet: Outlet) -> bytes | None:
+    """Copy what is there, which is nothing at its end; None where there is nothing yet."""
     try:
         data = os.read(source, _CHUNK)
     except BlockingIOError:
-        return -1, b""
+        return None
     outlet.write(data)
-    return len(data), data
+    return data

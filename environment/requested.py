@@ -22,6 +22,8 @@ LEAST_MEMORY = 6 << 20
 """Bytes of memory that runtimes need to get a process started at all."""
 MOST_CORES = 256
 """Cores that the kernel's shares can tell apart (spec.py, MOST_SHARES); more are taken where the node has them."""
+_LAST = 8192
+"""Bytes of standard error in which a runtime's last words are looked for."""
 _UNREAD = re.compile(rb"(?:\A|\n)exec [^\n]{1,4096}: input/output error\s*\Z")
 UNREAD = "bytes of the command that are not on this node could not be had: weenv status names the layer and the reason"
 
@@ -30,6 +32,11 @@ def told(number: int) -> str:
     """What is said to whoever has sent a signal that has not ended anything."""
     name = signal.Signals(number).name
     return f"{name} was handed on, and it has not ended; it is killed in {GRACE - PATIENCE:.0f} s, or by one more signal"
+
+
+def last_words(before: bytes, data: bytes) -> bytes:
+    """The end of standard error, for :func:`unread`, once ``data`` has come."""
+    return (before + bytes(data[-_LAST:]))[-_LAST:]
 
 
 def unread(status: int, last: bytes) -> bool:

@@ -14,7 +14,7 @@ import os
 import posixpath
 import stat
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from weenv.core.errors import LimitError, WeenvError
 from weenv.plugin.containerd.types import Mount
@@ -68,12 +68,17 @@ def open_in_root(root: int, path: str, flags: int, mode: int = 0) -> int:
     )  # fmt: skip
 
 
-def open_process_root(pid: int) -> int:
-    """The root of a running process. Raises FileError where it is gone."""
+@contextlib.contextmanager
+def process_root(pid: int) -> Iterator[int]:
+    """The root of a running process, open within the block. Raises FileError where it is gone."""
     try:
-        return os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        root = os.open(f"/proc/{pid}/root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise FileError("the environment does not run", errno=error.errno or 0, hint="start it first") from error
+    try:
+        yield root
+    finally:
+        os.close(root)
 
 
 class _StatFs(ctypes.Structure):

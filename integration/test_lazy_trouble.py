@@ -19,7 +19,7 @@ import pytest
 
 from weenv_testkit import corpus, images, tools
 from weenv_testkit.images import Layout, Member, write_tar
-from weenv_testkit.node import SNAPSHOTTER, Node
+from weenv_testkit.node import SNAPSHOTTER, Node, close_all
 from weenv_testkit.procs import Failed, mounts_under, run, unmount_under, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.store import Store
@@ -44,10 +44,7 @@ def make_node(home: str, registry: Registry, store: Store) -> Iterator[MakeNode]
         return node
 
     yield make
-    complaints = [line for node in nodes for line in node.complaints()]
-    for node in nodes:
-        node.close()
-    assert not complaints
+    close_all(nodes)
 
 
 class Own:

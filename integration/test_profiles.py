@@ -13,7 +13,7 @@ import pytest
 
 from weenv_testkit import corpus, images, tools
 from weenv_testkit.images import Layout, Member, write_tar
-from weenv_testkit.node import Node
+from weenv_testkit.node import Node, close_all
 from weenv_testkit.procs import run, wait_until
 from weenv_testkit.registry import Registry
 from weenv_testkit.skopeo import skopeo
@@ -61,10 +61,7 @@ def make_node(home: str, line: str, registry: Registry, store: Store) -> Iterato
         return node
 
     yield make
-    complaints = [one for node in nodes for one in node.complaints()]
-    for node in nodes:
-        node.close()
-    assert not complaints
+    close_all(nodes)
 
 
 def weenv(node: Node, *arguments: str) -> str:

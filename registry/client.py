@@ -40,7 +40,7 @@ from weenv.registry.config import USER_AGENT, RegistryConfig, proxy_for
 from weenv.registry.credentials import CredentialStore
 from weenv.registry.health import Health
 from weenv.registry.hosts import DEFAULT_TRUST, PULL, PUSH, Endpoint, Hosts, Trust, needs
-from weenv.registry.internal import leads_inside
+from weenv.registry.internal import refuse_inside
 from weenv.registry.policy import (
     MAX_HOPS,
     REDIRECTS,
@@ -419,11 +419,7 @@ class RegistryClient:
                 f"{host} redirects from TLS to plain HTTP at {parts.hostname}",
                 hint="list that host as plain HTTP if this is meant",
             )
-        if await asyncio.to_thread(leads_inside, url, target, self.config):
-            raise SourceError(
-                f"{host} redirects to {parts.hostname}, which is this node or its link",
-                hint="list that host in [registry] allow_sources if this is meant",
-            )
+        await asyncio.to_thread(refuse_inside, url, target, self.config, f"{host} redirects to {parts.hostname}")
         self.counters.redirects += 1
         return target
 
@@ -522,11 +518,8 @@ class RegistryClient:
 
     async def _fetch_token(self, request: TokenRequest, authorization: str, server: Endpoint) -> bytes:
         host = urlsplit(request.url).netloc
-        if await asyncio.to_thread(leads_inside, server.origin, request.url, self.config):
-            raise SourceError(
-                f"{server.name} wants a token fetched from {host}, which is this node or its link",
-                hint="list that host in [registry] allow_sources if this is meant",
-            )
+        what = f"{server.name} wants a token fetched from {host}"
+        await asyncio.to_thread(refuse_inside, server.origin, request.url, self.config, what)
         headers = {"Accept": "application/json"}
         if authorization:
             headers["Authorization"] = authorization

@@ -268,22 +268,28 @@ class RegistryEnd:
             await asyncio.to_thread(shutil.rmtree, self.scratch, True)
 
 
-def open_ends(
-    client: RegistryClient, src: Location, dst: Location, *, scratch_root: str, chunk_size: int
-) -> tuple[LayoutEnd | RegistryEnd, LayoutEnd | RegistryEnd]:
+End = LayoutEnd | RegistryEnd
+
+
+def open_end(
+    client: RegistryClient, location: Location, *, mount_from: str = "", scratch_root: str = "", chunk_size: int = 0
+) -> End:
+    """A location as one end of a copy."""
+    if isinstance(location, LayoutLocation):
+        return LayoutEnd(location)
+    return RegistryEnd(client, location, mount_from=mount_from, scratch_root=scratch_root, chunk_size=chunk_size)
+
+
+def open_ends(client: RegistryClient, src: Location, dst: Location, *, scratch_root: str, chunk_size: int) -> tuple[End, End]:
     """Source and destination. The caller opens the latter when it knows what to put there, and closes it.
 
     Raises :class:`BadReference` for a destination that names a digest.
     """
     if dst.digest:
         raise BadReference(f"{dst} cannot be written to", hint="name a tag: HOST/NAME:TAG or oci:DIR:TAG")
-    source: LayoutEnd | RegistryEnd
-    destination: LayoutEnd | RegistryEnd
-    source = LayoutEnd(src) if isinstance(src, LayoutLocation) else RegistryEnd(client, src)
-    if isinstance(dst, LayoutLocation):
-        destination = LayoutEnd(dst)
-    else:
-        same = isinstance(src, Reference) and src.host == dst.host and src.repository != dst.repository
-        mount_from = src.repository if same and isinstance(src, Reference) else ""
-        destination = RegistryEnd(client, dst, mount_from=mount_from, scratch_root=scratch_root, chunk_size=chunk_size)
-    return source, destination
+    mount_from = ""
+    if isinstance(src, Reference) and isinstance(dst, Reference) and src.host == dst.host and src.repository != dst.repository:
+        mount_from = src.repository
+    return open_end(client, src), open_end(
+        client, dst, mount_from=mount_from, scratch_root=scratch_root, chunk_size=chunk_size
+    )

@@ -16,6 +16,7 @@ import ipaddress
 import socket
 from urllib.parse import urlsplit
 
+from weenv.core.errors import SourceError
 from weenv.registry.config import RegistryConfig, is_loopback, split_host
 
 METADATA = frozenset(
@@ -87,6 +88,14 @@ def leads_inside(source: str, target: str, config: RegistryConfig) -> bool:
     if not inside:
         return False
     return not all(map(is_loopback, [*inside, *(_addresses(here) or ["unknown"])]))
+
+
+def refuse_inside(source: str, target: str, config: RegistryConfig, what: str) -> None:
+    """Raise SourceError, which begins with ``what``, where :func:`leads_inside` holds. Blocking."""
+    if leads_inside(source, target, config):
+        raise SourceError(
+            f"{what}, which is this node or its link", hint="list that host in [registry] allow_sources if this is meant"
+        )
 
 
 def _addresses(name: str) -> list[str]:

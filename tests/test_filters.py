@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulator.turns import turns
 
 from weenv.core.errors import InvalidRequest
 from weenv.plugin.containerd.types import Kind, SnapshotInfo
@@ -143,19 +142,10 @@ async def test_a_regular_expression_that_never_ends(monkeypatch: pytest.MonkeyPa
     """It is refused, and the loop runs on meanwhile: Python's own matcher would hold the whole process."""
     monkeypatch.setattr(filters, "REGEX_SECONDS", 1)
     found = compile_filters(["name~=(a+)+$"])
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            await asyncio.sleep(0.01)
-            ticks += 1
-
-    ticking = asyncio.create_task(tick())
-    with pytest.raises(InvalidRequest, match="too long"):
-        await found.decide([SnapshotInfo("a" * 100 + "!", "", Kind.ACTIVE, 0, 0, {})])
-    ticking.cancel()
-    assert ticks > 20
+    async with turns(0.01) as others:
+        with pytest.raises(InvalidRequest, match="too long"):
+            await found.decide([SnapshotInfo("a" * 100 + "!", "", Kind.ACTIVE, 0, 0, {})])
+    assert others.count > 20
     await found.decide([INFO])
     assert found(INFO), "what comes after is served"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 import shutil
@@ -15,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from simulator.turns import turns
 
 from weenv.core.errors import FormatError, NotFoundInSource, WeenvError
 from weenv.environment.compose import StackedLayer
@@ -312,19 +312,10 @@ async def test_a_small_repository_does_not_ask_for_much(
         for _ in range(levels):
             tree = made_tree(repo, *(f"040000 tree {tree}\t{name}{number}" for number in range(width)))
     commit = git(repo, "commit-tree", "-m", "x", tree)
-    turns = 0
-
-    async def others() -> None:
-        nonlocal turns
-        while True:
-            await asyncio.sleep(0.001)
-            turns += 1
-
-    task = asyncio.create_task(others())
-    with pytest.raises(WeenvError, match=r"more than|deeper than"):
-        await mutated(loose, tmp_path, Mutation(git_commit=commit, directory="/testbed"))
-    task.cancel()
-    assert turns > 5
+    async with turns(0.001) as others:
+        with pytest.raises(WeenvError, match=r"more than|deeper than"):
+            await mutated(loose, tmp_path, Mutation(git_commit=commit, directory="/testbed"))
+    assert others.count > 5
 
 
 @pytest.mark.parametrize("commit", ["0" * 40, "0123456", "ffff" * 16])

@@ -6,12 +6,12 @@ import asyncio
 import json
 import os
 import tarfile
-from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 from aiohttp import web
 from conformance.snapshots import lowers_of
+from simulator import pulling
 from simulator.containerd import Layer
 from simulator.pulling import REPOSITORY, Images, node
 from simulator.registry import SimulatedRegistry, drop_at_once, status, wrong_bytes
@@ -26,21 +26,7 @@ from weenv.plugin.snapshotter.resolve import REASONS, reason_of
 from weenv.registry.trusted import add_hosts
 from weenv_testkit.images import Member, write_tar
 
-
-@pytest.fixture
-def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("r"))
-
-
-@pytest.fixture
-async def registry() -> AsyncIterator[SimulatedRegistry]:
-    async with SimulatedRegistry() as running:
-        yield running
-
-
-@pytest.fixture
-def images(registry: SimulatedRegistry, tmp_path_factory: pytest.TempPathFactory) -> Images:
-    return Images(registry, str(tmp_path_factory.mktemp("layers")))
+root, registry, images = pulling.root, pulling.registry, pulling.images
 
 
 async def test_a_lazy_image_is_pulled_without_its_layers(root: str, registry: SimulatedRegistry, images: Images) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from aiohttp import web
 from conformance.snapshots import lowers_of
+from simulator import pulling
 from simulator.pulling import Images, node
 from simulator.registry import SimulatedRegistry, wrong_bytes
 
@@ -18,21 +19,7 @@ from weenv.plugin.snapshotter.layerdir import LayerDirs
 from weenv_testkit.foreign import Blob, estargz, zstd_chunked
 from weenv_testkit.images import Member
 
-
-@pytest.fixture
-def root(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tmp_path_factory.mktemp("r"))
-
-
-@pytest.fixture
-async def registry() -> AsyncIterator[SimulatedRegistry]:
-    async with SimulatedRegistry() as running:
-        yield running
-
-
-@pytest.fixture
-def images(registry: SimulatedRegistry, tmp_path_factory: pytest.TempPathFactory) -> Images:
-    return Images(registry, str(tmp_path_factory.mktemp("layers")))
+root, registry, images = pulling.root, pulling.registry, pulling.images
 
 
 async def test_layers_that_others_made_lazy(

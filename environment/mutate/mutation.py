@@ -18,7 +18,7 @@ from dataclasses import replace
 from weenv.core.errors import FormatError, LimitError, SourceError
 from weenv.environment.model import Mutation
 from weenv.environment.mutate.budget import Budget
-from weenv.environment.mutate.changes import Changes, Node
+from weenv.environment.mutate.changes import MAX_DATA, Changes, Node
 from weenv.environment.mutate.gitcheckout import checkout
 from weenv.environment.mutate.gitrepo import Read
 from weenv.environment.mutate.patch import FilePatch, parse_patch
@@ -32,7 +32,7 @@ from weenv.layer.toc import DIRECTORY, FILE, SYMLINK
 VERSION = 1
 """Part of every cache key: to be raised whenever the same mutation would give another layer."""
 
-MAX_LAYER = 1 << 30
+MAX_LAYER = MAX_DATA
 """Bytes of one mutation's layer, uncompressed."""
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 
 from weenv_testkit import tools
@@ -300,3 +300,11 @@ class Node:
             unmount_under(self.home)
         if not os.environ.get("WEENV_TEST_KEEP"):
             discard(self.home)
+
+
+def close_all(nodes: Sequence[Node]) -> None:
+    """Close the nodes of a test, none of which may have complained of anything."""
+    complaints = [line for node in nodes for line in node.complaints()]
+    for node in nodes:
+        node.close()
+    assert not complaints

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from weenv.core.errors import FormatError
@@ -37,14 +38,27 @@ def recorded(root: str, digest: str) -> Recorded | None:
     return Recorded(index.frames, tuple(reads.load(path, len(index.frames))), is_complete(path))
 
 
-def records(root: str, layers: list[str]) -> dict[str, tuple[tuple[int, int], ...]]:
-    """The records of those of ``layers`` that have any, by digest. Raises OSError; a damaged layer has none."""
-    found: dict[str, tuple[tuple[int, int], ...]] = {}
+def look(root: str, layers: list[str]) -> dict[str, Recorded | FormatError]:
+    """Those of ``layers`` that are on this node, by digest; of a damaged one what is wrong with it. Raises OSError."""
+    found: dict[str, Recorded | FormatError] = {}
     for digest in dict.fromkeys(layers):
         try:
             one = recorded(root, digest)
-        except (FormatError, FileNotFoundError):
+        except FileNotFoundError:  # it is just being removed
             continue
-        if one is not None and one.needed:
-            found[digest] = one.needed
+        except FormatError as error:
+            found[digest] = error
+            continue
+        if one is not None:
+            found[digest] = one
     return found
+
+
+def needs(looked: Mapping[str, Recorded | FormatError]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The records among :func:`look`'s, of the layers that have any."""
+    return {digest: one.needed for digest, one in looked.items() if isinstance(one, Recorded) and one.needed}
+
+
+def records(root: str, layers: list[str]) -> dict[str, tuple[tuple[int, int], ...]]:
+    """The records of those of ``layers`` that have any, by digest. Raises OSError; a damaged layer has none."""
+    return needs(look(root, layers))

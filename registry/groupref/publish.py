@@ -21,13 +21,11 @@ from weenv.core.aio import gather_all
 from weenv.core.errors import BadReference, FormatError, NotFoundInSource, SourceError, UnsupportedError
 from weenv.registry.auth import scope_of
 from weenv.registry.client import RegistryClient
-from weenv.registry.endpoints import LayoutEnd, RegistryEnd
+from weenv.registry.endpoints import End, open_end
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.layout import Layout
 from weenv.registry.manifest import ACCEPT, REF_NAME, Descriptor, Index, parse_manifest
 from weenv.registry.reference import LayoutLocation, Location, Reference, check_host, check_repository, check_tag
-
-End = LayoutEnd | RegistryEnd
 
 _DEPTH = 4
 _PAGE = 1000
@@ -59,13 +57,6 @@ class CopyResult:
         """How many blobs, and how many bytes, took that way."""
         chosen = [blob.descriptor.size for blob in self.blobs if blob.how == how]
         return len(chosen), sum(chosen)
-
-
-def open_end(client: RegistryClient, location: Location, *, mount_from: str = "", scratch_root: str = "") -> End:
-    """A location as one end of a copy."""
-    if isinstance(location, LayoutLocation):
-        return LayoutEnd(location)
-    return RegistryEnd(client, location, mount_from=mount_from, scratch_root=scratch_root)
 
 
 @contextlib.asynccontextmanager

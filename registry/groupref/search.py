@@ -26,11 +26,11 @@ from weenv.core.aio import gather_all
 from weenv.core.errors import FormatError, NotFoundInSource, SourceError, UnavailableError
 from weenv.registry.auth import scope_of
 from weenv.registry.client import RegistryClient
-from weenv.registry.endpoints import LayoutEnd, RegistryEnd
+from weenv.registry.endpoints import LayoutEnd, RegistryEnd, open_end
 from weenv.registry.groupref.bundle import BUNDLE_TYPE, MAX_BUNDLE, PREDICATE_ANNOTATION, Bundle, may_sign, parse_bundle
 from weenv.registry.groupref.bundle import MEDIA_TYPE as BUNDLE
 from weenv.registry.groupref.policy import MAX_PAYLOAD, MAX_SIGNATURE, Rejected, Signature
-from weenv.registry.groupref.publish import next_query, open_end
+from weenv.registry.groupref.publish import next_query
 from weenv.registry.jsonsplice import parse_object
 from weenv.registry.manifest import (
     MAX_MANIFEST,

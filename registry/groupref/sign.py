@@ -21,7 +21,7 @@ from weenv.core.errors import (
     VerificationError,
 )
 from weenv.registry.client import RegistryClient
-from weenv.registry.endpoints import LayoutEnd, RegistryEnd
+from weenv.registry.endpoints import LayoutEnd, RegistryEnd, open_end
 from weenv.registry.groupref import keys as keyring
 from weenv.registry.groupref.build import dump
 from weenv.registry.groupref.policy import (
@@ -32,7 +32,7 @@ from weenv.registry.groupref.policy import (
     Policy,
     make_payload,
 )
-from weenv.registry.groupref.publish import open_end, writable
+from weenv.registry.groupref.publish import writable
 from weenv.registry.groupref.search import (
     MAX_TAGGED,
     PAYLOAD_TYPE,

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from conformance.snapshots import Direct
 from simulator.containerd import Containerd, Layer, PulledImage
 from simulator.plane import TreePlane
@@ -136,3 +137,25 @@ class Images:
     def file(self, name: str, **more: Any) -> Layer:
         """A layer of one file."""
         return self.layer(Member(name, name.encode() * 100), **more)
+
+
+# Fixtures, for a module to take as its own.
+
+
+@pytest.fixture
+def root(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Where a node is."""
+    return str(tmp_path_factory.mktemp("r"))
+
+
+@pytest.fixture
+async def registry() -> AsyncIterator[SimulatedRegistry]:
+    """A registry with nothing in it."""
+    async with SimulatedRegistry() as running:
+        yield running
+
+
+@pytest.fixture
+def images(registry: SimulatedRegistry, tmp_path_factory: pytest.TempPathFactory) -> Images:
+    """For images in it."""
+    return Images(registry, str(tmp_path_factory.mktemp("layers")))

@@ -21,6 +21,7 @@ import time
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from weenv.layer.profile import UNITS
 
@@ -33,24 +34,40 @@ _WHEN_MAX: Final = (1 << 32) - 1
 
 def parse(data: bytes, frames: int) -> list[tuple[int, int]]:
     """``(units since 1970, frame)`` in the order recorded, each frame once; nothing of a file that is about other frames."""
-    if len(data) < _HEADER.size:
-        return []
-    magic, count, _, begin = _HEADER.unpack_from(data)
-    if magic != _MAGIC or count != frames:
-        return []
-    end = _HEADER.size + (len(data) - _HEADER.size) // _RECORD.size * _RECORD.size
+    begin, rows = _rows(data, frames)
     found: dict[int, int] = {}
-    for frame, when in _RECORD.iter_unpack(data[_HEADER.size : end]):
-        if frame < frames:
-            found.setdefault(frame, begin + when)
+    for frame, when in rows.tolist():
+        found.setdefault(frame, begin + when)
     return [(when, frame) for frame, when in found.items()]
+
+
+def _rows(data: bytes, frames: int) -> tuple[int, npt.NDArray[np.uint32]]:
+    """``begin``, and the records of frames that there are: an array of (frame, when)."""
+    records = max(0, len(data) - _HEADER.size) // _RECORD.size
+    begin = _begin(data, frames)
+    if begin is None or not records:
+        return 0, np.empty((0, 2), "<u4")
+    rows = np.frombuffer(data, "<u4", 2 * records, _HEADER.size).reshape(-1, 2)
+    return begin, rows[rows[:, 0] < frames]
+
+
+def _begin(head: bytes, frames: int) -> int | None:
+    """``begin`` of a file that starts like that; None where it is none about so many frames."""
+    if len(head) < _HEADER.size:
+        return None
+    magic, count, _, begin = _HEADER.unpack_from(head)
+    return int(begin) if (magic, count) == (_MAGIC, frames) else None
+
+
+def _read(layer_dir: str, frames: int) -> bytes:
+    with open(os.path.join(layer_dir, NAME), "rb") as file:
+        return file.read(_HEADER.size + _RECORD.size * (frames + 1))
 
 
 def load(layer_dir: str, frames: int) -> list[tuple[int, int]]:
     """What the layer directory's file says (:func:`parse`); nothing where there is none. Raises OSError."""
     try:
-        with open(os.path.join(layer_dir, NAME), "rb") as file:
-            return parse(file.read(_HEADER.size + _RECORD.size * (frames + 1)), frames)
+        return parse(_read(layer_dir, frames), frames)
     except FileNotFoundError:
         return []
 
@@ -78,18 +95,8 @@ class Reads:
         self._begin = 0
         if layer_dir is not None:
             with contextlib.suppress(OSError):  # a record that cannot be read is begun anew
-                self._recall(os.path.join(layer_dir, NAME))
-
-    def _recall(self, path: str) -> None:
-        """As :func:`load`, without what it takes: two million records, and whoever opens a layer waits."""
-        count = len(self.seen)
-        with open(path, "rb") as file:
-            data = file.read(_HEADER.size + _RECORD.size * (count + 1))
-        if len(data) < _HEADER.size or _HEADER.unpack_from(data)[:2] != (_MAGIC, count):
-            return
-        records = (len(data) - _HEADER.size) // _RECORD.size
-        frames = np.frombuffer(data, "<u4", 2 * records, _HEADER.size)[::2]
-        np.frombuffer(self.seen, np.uint8)[frames[frames < count]] = 1
+                _, rows = _rows(_read(layer_dir, frames), frames)
+                np.frombuffer(self.seen, np.uint8)[rows[:, 0]] = 1  # there may be two million, and whoever opens a layer waits
 
     @property
     def recording(self) -> bool:
@@ -124,13 +131,13 @@ class Reads:
     def _open(self, now: int) -> None:
         assert self._path is not None
         self._fd = fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
-        head, size = os.pread(fd, _HEADER.size, 0), os.fstat(fd).st_size
-        if len(head) == _HEADER.size:
-            magic, count, _, self._begin = _HEADER.unpack(head)
-            if magic == _MAGIC and count == len(self.seen) and size <= _HEADER.size + 2 * _RECORD.size * count:
-                if torn := (size - _HEADER.size) % _RECORD.size:
-                    os.ftruncate(fd, size - torn)
-                return
+        count, size = len(self.seen), os.fstat(fd).st_size
+        begin = _begin(os.pread(fd, _HEADER.size, 0), count)
+        if begin is not None and size <= _HEADER.size + 2 * _RECORD.size * count:
+            self._begin = begin
+            if torn := (size - _HEADER.size) % _RECORD.size:
+                os.ftruncate(fd, size - torn)
+            return
         os.ftruncate(fd, 0)
         self._begin = now
         os.write(fd, _HEADER.pack(_MAGIC, len(self.seen), 0, now))
